@@ -207,14 +207,6 @@ class EngineOptions(Options):
                 "numerics is invariant, which computes in float32, so neither dtype nor kv-dtype "
                 "can be bfloat16; set them to auto or float32"
             )
-        if self.tensor_parallel > 1 and (
-            self.device == "cuda" or self.kernels in ("torch", "triton")
-        ):
-            raise ConfigError(
-                f"tensor-parallel is {self.tensor_parallel}, with device {self.device} and kernels "
-                f"{self.kernels}; several ranks compute only with native kernels on CPUs; set "
-                "device to cpu and kernels to auto or native, or tensor-parallel to 1"
-            )
         sealed = [tier.option for tier in KV_TIERS if tier.is_sealed]
         if self.kv_key_file and not any(getattr(self, option) for option in sealed):
             names = " and ".join(map(option_name, sealed))

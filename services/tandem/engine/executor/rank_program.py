@@ -12,10 +12,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tandem.engine.executor.native.decoder import SentStep
-from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.runner import LoadedAdapter, ModelRunner
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import TandemError
 from tandem_kernels.native.library import RankEnded
 
@@ -45,6 +46,8 @@ class Member:
             match message.content:
                 case SentStep() as step:
                     self._runner.compute_share(step, message.numbers_address)
+                case StepBatch() as batch:
+                    self._runner.forward(batch)
                 case messages.Allocate(num_blocks):
                     self._runner.allocate(*num_blocks)
                 case messages.AddAdapter(digest):

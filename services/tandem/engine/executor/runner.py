@@ -25,20 +25,23 @@ from tandem.engine.cache.layout.kv_groups import (
 )
 from tandem.engine.cache.layout.pool_memory import create_shared, own_pages, size_shared
 from tandem.engine.executor.card_dtypes import check_dtypes, is_old
+from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.gpu_memory import GpuMemory
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.largest_step import largest_step
 from tandem.engine.executor.native.decoder import NativeDecoder, SentStep
 from tandem.engine.executor.native.lora import PackedLora
-from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.ranks.members import Members
+from tandem.engine.executor.ranks.shared_memory import SharedMemoryCollectives
 from tandem.engine.executor.step_tokens import default_step_tokens
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
+from tandem.engine.executor.weights.share import share_of_lora
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
@@ -128,11 +131,10 @@ class ModelRunner:
         self._lora_rank_max = config.max_lora_rank
         self._pool_fd = pool_fd
         kernels = choose_kernels(config, self.device, model)
-        if config.tensor_parallel > 1 and kernels != "native":
+        if config.tensor_parallel > 1 and self.device.type == "cuda":
             raise ConfigError(
-                f"tensor-parallel is {config.tensor_parallel}, but this machine would compute with "
-                f"{kernels} kernels on {self.device.type}; several ranks compute only with native "
-                "kernels on CPUs; set device to cpu and kernels to native, or tensor-parallel to 1"
+                f"tensor-parallel is {config.tensor_parallel}, but several ranks compute only on "
+                "CPUs; set device to cpu, or tensor-parallel to 1"
             )
         int8 = config.weights == "int8"
         keeps = keeps_quantized(config, folder, kernels)
@@ -147,11 +149,16 @@ class ModelRunner:
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
         self.tokens_per_step = default_step_tokens(self.device)
-        self.why_no_budgets = (
-            "the Triton kernels do not support KV budgets; the native and torch kernels do"
-            if kernels == "triton"
-            else ""
-        )
+        self.why_no_budgets = ""
+        if kernels == "triton":
+            self.why_no_budgets = (
+                "the Triton kernels do not support KV budgets; the native and torch kernels do"
+            )
+        elif kernels == "torch" and config.tensor_parallel > 1:
+            self.why_no_budgets = (
+                "several ranks of torch kernels do not support KV budgets; native kernels do, and "
+                "so does tensor-parallel 1"
+            )
         self._num_seqs_max = config.max_num_seqs
         self._gpu = GpuMemory(self.device, config) if self.device.type == "cuda" else None
         self._given_pool_bytes = 0
@@ -179,6 +186,12 @@ class ModelRunner:
             self._members = Members(folder, config, fd, on_rank_end)
             pin_to_share(config, 0)
             memory = self._members.memory
+        ranks: Collectives = ALONE
+        if memory is not None and kernels != "native":
+            # Quantized matrices are divided by outputs only: a group of inputs has one scale.
+            splits = config.numerics == "fast" and not keeps
+            ranks = SharedMemoryCollectives(memory, splits_inputs=splits)
+        self._share = ranks.share
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
         # Name of the kernels, with the instruction set of native kernels, as in "native (avx512)".
@@ -191,6 +204,7 @@ class ModelRunner:
                 dtype=_DTYPES[dtype_name],
                 device=self.device,
                 kept_for=kernels if keeps else "",
+                share=self._share,
                 on_progress=on_progress,
             )
             if kernels == "triton":
@@ -203,6 +217,7 @@ class ModelRunner:
                     max_num_seqs=config.max_num_seqs,
                     max_model_len=self.max_model_len,
                     step_tokens=config.max_tokens_per_step or self.tokens_per_step,
+                    ranks=ranks,
                 )
             elif kernels == "native":
                 self._small = self._large = native = NativeDecoder(
@@ -217,7 +232,7 @@ class ModelRunner:
                 if widens and has_bfloat16(self.device) and not int8 and not keeps and not memory:
                     self._large = TorchSteps(model, weights, config.numerics)
             else:
-                self._small = self._large = TorchSteps(model, weights, config.numerics)
+                self._small = self._large = TorchSteps(model, weights, config.numerics, ranks)
         if self._gpu is not None:
             self._gpu.weights_loaded()
         if self._members is not None:
@@ -296,13 +311,13 @@ class ModelRunner:
         """
         with self._explains("the KV pool was allocated"):
             self.kv, self.pools = self._make_pools(self.layout(*num_blocks))
+        if self._members is not None:
+            self._members.memory.post(messages.Allocate(num_blocks))
         if self._triton is not None:
             with self._explains("the CUDA graphs were recorded"):
                 self._triton.prepare(self.pools)
         if self._gpu is not None:
             self._gpu.end()
-        if self._members is not None:
-            self._members.memory.post(messages.Allocate(num_blocks))
 
     def _make_pools(self, layout: KvLayout) -> tuple[torch.Tensor, list[KvPool]]:
         """Returns the memory of all pools, and the pools."""
@@ -311,8 +326,14 @@ class ModelRunner:
         else:
             memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
+        heads = self._share.kv_heads(self._model_config.num_kv_heads)
         return memory, [
-            make_pool(part.view(group.layout.num_blocks, -1), group.layout, self._static_of(group))
+            make_pool(
+                part.view(group.layout.num_blocks, -1),
+                group.layout,
+                self._static_of(group),
+                heads,
+            )
             for part, group in zip(parts, layout.groups, strict=True)
         ]
 
@@ -349,6 +370,8 @@ class ModelRunner:
             dtype=self._dtype,
             device=self.device,
         )
+        if self._share.num_ranks > 1:
+            weights = share_of_lora(weights, self._model_config, self._share)
         native = self.native
         packed = native.pack_adapter(weights) if native is not None else None
         if self._members is not None:
@@ -384,6 +407,9 @@ class ModelRunner:
         """Runs a step as described in runner_protocol.py. The logits are valid until the next
         step."""
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
+        # The native decoder itself sends its inputs to the other ranks.
+        if self._members is not None and not isinstance(self._last, NativeDecoder):
+            self._members.memory.post(batch)
         return self._last.forward(batch, self.pools, on_kv_written)
 
     def compute_share(self, sent: SentStep, numbers_address: int) -> None:

@@ -22,12 +22,12 @@ PROMPTS = [[(7 * i + 3 * size) % 200 for i in range(size)] for size in (40, 17, 
 CHUNKS = (1, 3, 16, 40)
 
 
-def tiny(family: str, path: Path, num_kv_heads: int = 4) -> ModelFolder:
+def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFolder:
     """A model with 8 query heads, and KV heads that 2 and 4 ranks can share."""
     sizes = {"num_attention_heads": 8, "hidden_size": 128}
     has_latents = family.startswith("deepseek")
     kv_heads = {"num_key_value_heads": 8 if has_latents else num_kv_heads}
-    return make_tiny_model(family, path, **sizes, **kv_heads)[0]
+    return make_tiny_model(family, path, **sizes | kv_heads | more)[0]
 
 
 def runner_of(folder: ModelFolder, num_ranks: int, **more: Any) -> ModelRunner:
@@ -71,12 +71,78 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
     assert all(map(torch.equal, alone, logits_of(folder, num_ranks, **settings)))
 
 
-def test_adapters_are_on_all_ranks(tmp_path: Path) -> None:
-    folder = tiny("llama", tmp_path / "model")
-    write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL), r=20)
+INVARIANT = {"kernels": "torch", "numerics": "invariant"}
+GEMMA3 = {"sliding_window": 8}  # shorter than most prompts
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "num_kv_heads"),
+    [
+        ("llama", 2, 4),
+        ("gemma3", 4, 2),
+        ("qwen3-moe", 4, 1),
+        *(
+            pytest.param(family, num_ranks, num_kv_heads, marks=pytest.mark.slow)
+            for family in FAMILIES
+            for num_ranks, num_kv_heads in ((2, 4), (4, 2), (4, 1))
+        ),
+    ],
+)
+def test_invariant_logits_of_torch_do_not_depend_on_the_number_of_ranks(
+    family: str, num_ranks: int, num_kv_heads: int, tmp_path: Path
+) -> None:
+    folder = tiny(family, tmp_path, num_kv_heads, **GEMMA3 if family == "gemma3" else {})
+    alone = logits_of(folder, 1, **INVARIANT)
+    assert all(map(torch.equal, alone, logits_of(folder, num_ranks, **INVARIANT)))
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "num_kv_heads", "settings"),
+    [
+        ("olmo2", 4, 2, {"kernels": "torch"}),
+        ("llama-linear-biases", 2, 1, {"kernels": "triton"}),
+        *(
+            pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
+            for family in FAMILIES
+            for num_ranks, num_kv_heads, settings in (
+                (2, 4, {"kernels": "torch"}),
+                (4, 1, {"kernels": "torch", "kv_dtype": "int8"}),
+                (2, 2, {"kernels": "triton"}),
+            )
+        ),
+    ],
+)
+def test_other_kernels_compute_nearly_the_same_on_several_ranks(
+    family: str, num_ranks: int, num_kv_heads: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """The ranks' sums are added in another order than one process adds all."""
+    folder = tiny(family, tmp_path, num_kv_heads, **GEMMA3 if family == "gemma3" else {})
+    settings = {"dtype": "float32", "max_num_seqs": 4} | settings
+    alone = logits_of(folder, 1, **settings)
+    several = logits_of(folder, num_ranks, **settings)
+    # A number that is rounded to int8 on the other side of a tie changes a logit visibly.
+    tolerance = 2e-2 if settings.get("kv_dtype") == "int8" else 1e-4
+    for one, other in zip(alone, several, strict=True):
+        torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"kernels": "native"}),
+        ("llama", INVARIANT),
+        pytest.param("phi3", INVARIANT, marks=pytest.mark.slow),
+        pytest.param("deepseek-v2", INVARIANT, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", INVARIANT, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_are_on_all_ranks(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = tiny(family, tmp_path / "model")
+    modules = list(ALL) if family == "llama" else "all-linear"
+    write_adapter(tmp_path / "one", folder.config, target_modules=modules, r=20)
     found = []
     for num_ranks in (1, 2):
-        runner = runner_of(folder, num_ranks, dtype="float32")
+        runner = runner_of(folder, num_ranks, dtype="float32", **settings)
         runner.allocate(80)
         digest = add(runner, tmp_path / "one")
         asked = [(prompt, digest if i % 2 else "") for i, prompt in enumerate(PROMPTS)]

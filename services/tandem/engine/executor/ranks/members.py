@@ -14,7 +14,7 @@ from typing import Any
 
 from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
-from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.errors import ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder

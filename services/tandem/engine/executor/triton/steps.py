@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.triton.decode_graphs import DecodeGraphs
 from tandem.engine.executor.triton.decoder import TritonDecoder
 from tandem.engine.executor.triton.inputs import StepViews, adapted_rows, write_step
@@ -32,9 +33,11 @@ class TritonSteps:
         max_num_seqs: int,
         max_model_len: int,
         step_tokens: int,
+        ranks: Collectives = ALONE,
     ) -> None:
-        """`step_tokens` is the largest number of tokens of a step; steps of this size are tuned."""
-        self._decoder = TritonDecoder(config, weights, max_model_len)
+        """`step_tokens` is the largest number of tokens of a step; steps of this size are tuned.
+        `weights` is the share of one of `ranks`. All ranks compute the same steps."""
+        self._decoder = TritonDecoder(config, weights, max_model_len, ranks)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._step_tokens = step_tokens
