@@ -25,7 +25,11 @@ class Collectives(Protocol):
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the ranks' tensors `x`, which have one shape. The sum has the same
-        bits on all ranks. Raises RankEnded."""
+        bits on all ranks. May overwrite `x`. Raises RankEnded."""
+
+    def break_up(self) -> None:
+        """Ends all waiting of this rank, because another rank has ended. May be called in any
+        thread."""
 
 
 class Alone:
@@ -39,6 +43,9 @@ class Alone:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def break_up(self) -> None:
+        pass
 
 
 ALONE = Alone()

@@ -18,6 +18,7 @@ from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.errors import ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder
+from tandem_kernels.native.library import RankEnded
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Members:
         Raises ConfigError."""
         self.memory = RankMemory.create(config.tensor_parallel)
         self._on_end = on_end
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         self._loads = threading.Lock()  # one adapter at a time, so that answers find their thread
         self._ranks = [
             _Member(messages.Settings(folder, config, rank, self.memory.fd, pool_fd))
@@ -69,6 +70,11 @@ class Members:
             for member in self._ranks:
                 member.answer()
 
+    def check(self) -> None:
+        """Raises RankEnded if a rank has ended. The results of the last step may be wrong then."""
+        if self._has_ended:
+            raise RankEnded("a rank of the tensor-parallel engine has ended")
+
     def close(self) -> None:
         """Ends the processes."""
         self._is_closed = True
@@ -80,6 +86,7 @@ class Members:
         status = member.process.wait()
         if self._is_closed:
             return
+        self._has_ended = True
         text = f"rank {member.rank} of the engine ended with status {status}"
         log.error("%s, so the engine cannot compute any more", text)
         try:

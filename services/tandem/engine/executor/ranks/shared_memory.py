@@ -44,6 +44,13 @@ class SharedMemoryCollectives:
             total = total + other
         return total.to(device=x.device, dtype=x.dtype)
 
+    def least(self, number: int) -> int:
+        """Returns the smallest of the ranks' numbers. Raises RankEnded."""
+        return int(self.gather(torch.tensor([[number]]), self.share.num_ranks).min())
+
+    def break_up(self) -> None:
+        self._memory.break_up()
+
     def _exchange(self, x: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Returns the tensors of all ranks, whose shapes are `shapes`, as views of the memory."""
         places = [

@@ -2,6 +2,7 @@
 replays a recorded CUDA graph. For other steps, the host launches each kernel."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -38,6 +39,9 @@ class TritonSteps:
         """`step_tokens` is the largest number of tokens of a step; steps of this size are tuned.
         `weights` is the share of one of `ranks`. All ranks compute the same steps."""
         self._decoder = TritonDecoder(config, weights, max_model_len, ranks)
+        self._ranks = ranks
+        # In the interpreter, graphs record nothing.
+        self._has_graphs = ranks.is_recordable or weights.device.type == "cpu"
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._step_tokens = step_tokens
@@ -62,7 +66,8 @@ class TritonSteps:
         `pools` has one pool for each KV group. The pools contain only zeros before and after the
         call.
         """
-        with tuning_alone(pools[0].device):
+        # Rank 0 holds the lock for all ranks, which tune in steps that they compute together.
+        with tuning_alone(pools[0].device) if self._ranks.share.rank == 0 else nullcontext():
             self._prepare(pools)
 
     def _prepare(self, pools: Sequence[KvPool]) -> None:
@@ -70,15 +75,16 @@ class TritonSteps:
         device = pools[0].device
         num_blocks = min(pool.layout.num_blocks for pool in pools)
         self._pools = pools
-        self._graphs = DecodeGraphs(
-            lambda views: self._decoder.forward(views, pools),
-            num_seqs_max=self._max_num_seqs,
-            max_model_len=self._max_model_len,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            num_groups=len(pools),
-            device=device,
-        )
+        if self._has_graphs:
+            self._graphs = DecodeGraphs(
+                lambda views: self._decoder.forward(views, pools),
+                num_seqs_max=self._max_num_seqs,
+                max_model_len=self._max_model_len,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                num_groups=len(pools),
+                device=device,
+            )
         if device.type == "cuda":
             self._tune_chunks(pools, num_blocks)
 
@@ -98,7 +104,8 @@ class TritonSteps:
     def drop_graphs(self) -> None:
         """Frees the graphs and the pools of the last `prepare`."""
         self._pools = None
-        del self._graphs
+        if self._has_graphs:
+            del self._graphs
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
@@ -132,7 +139,7 @@ class TritonSteps:
         if self._pools is not pools:
             self.prepare(pools)
         device = pools[0].device
-        if self._graphs.fits(batch.slices):
+        if self._has_graphs and self._graphs.fits(batch.slices):
             logits = self._graphs.run(batch.slices)
             written = _recorded_event(device) if on_kv_written else None
             if not all(piece.num_logits for piece in batch.slices):
