@@ -338,8 +338,8 @@ class Int4KvPool(QuantizedKvPool):
     ) -> None:
         super().__init__(memory, layout, heads)
         self.static = key_channels
-        channels = key_channels.order, key_channels.scales, key_channels.multipliers
-        self._channels = tuple(each[:, self._own] for each in channels)
+        own = key_channels if heads is None else key_channels.of_heads(heads)
+        self._channels = own.order, own.scales, own.multipliers
 
     def _quantize(
         self, which: int, layer: int, rows: torch.Tensor

@@ -55,6 +55,7 @@ from tandem.models.memory import (
     worker_need,
 )
 from tandem_kernels.kv_cache import KvPool, StaticKv, make_pool
+from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
@@ -197,17 +198,12 @@ class ModelRunner:
             self._members = Members(folder, config, fd, partial(self._end_with_rank, on_rank_end))
             pin_to_share(config, 0)
             memory = self._members.memory
-        self._ranks: Collectives = ALONE
         self._host_ranks: SharedMemoryCollectives | None = None
         if memory is not None and kernels != "native":
             # Quantized matrices are divided by outputs only: a group of inputs has one scale.
             splits = config.numerics == "fast" and not keeps
-            self._ranks = self._host_ranks = SharedMemoryCollectives(memory, splits_inputs=splits)
-            if is_cuda and not config.ranks_share_gpu:
-                # Imported here because only ranks on GPUs need torch.distributed.
-                from tandem.engine.executor.ranks.nccl import NcclCollectives
-
-                self._ranks = NcclCollectives(self._host_ranks, self.device)
+            self._host_ranks = SharedMemoryCollectives(memory, splits_inputs=splits)
+        self._ranks = self._collectives(config)
         self._share = self._ranks.share
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
@@ -254,6 +250,18 @@ class ModelRunner:
             self._gpu.weights_loaded()
         if self._members is not None:
             self._members.wait_until_loaded()
+
+    def _collectives(self, config: EngineConfig) -> Collectives:
+        """Returns how the decoder exchanges activations with other ranks. The native decoder does
+        so by itself."""
+        if self._host_ranks is None:
+            return ALONE
+        if self.device.type == "cpu" or config.ranks_share_gpu:
+            return self._host_ranks
+        # Imported here because only ranks on GPUs need torch.distributed.
+        from tandem.engine.executor.ranks.nccl import NcclCollectives
+
+        return NcclCollectives(self._host_ranks, self.device)
 
     def _explains(self, doing: str) -> AbstractContextManager[None]:
         return nullcontext() if self._gpu is None else self._gpu.explains(doing)
@@ -382,7 +390,10 @@ class ModelRunner:
     def _static_of(self, group: KvGroup) -> StaticKv | None:
         if self._static_kv is None:
             return None
-        return self._static_kv.of_layers(list(group.layers), self.device)
+        static = self._static_kv.of_layers(list(group.layers), self.device)
+        if self._has_own_pool and isinstance(static, KeyChannels):
+            return static.of_heads(self._share.kv_heads(self._model_config.num_kv_heads))
+        return static
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies blocks. Each item of `copies` is (source block id, target block id, KV group).

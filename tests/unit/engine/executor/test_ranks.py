@@ -11,10 +11,11 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import AdapterUnavailable, ConfigError
 from tandem.models.folder import ModelFolder
 from tests.lora_adapters import ALL, describe, write_adapter
-from tests.step_batches import mixed_steps
+from tests.step_batches import mixed_steps, place
 from tests.tiny_models import FAMILIES, make_tiny_model
 from tests.unit.engine.executor.test_lora import add, run
 
@@ -124,6 +125,35 @@ def test_other_kernels_compute_nearly_the_same_on_several_ranks(
     tolerance = 2e-2 if settings.get("kv_dtype") == "int8" else 1e-4
     for one, other in zip(alone, several, strict=True):
         torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("ranks_share_gpu", [True, False])
+def test_two_ranks_on_gpus(kernels: str, ranks_share_gpu: bool, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2 and not ranks_share_gpu:
+        pytest.skip("NCCL needs a GPU for each rank")
+    folder = tiny("llama", tmp_path)
+    settings = {"device": "cuda", "kernels": kernels, "dtype": "float32", "max_num_seqs": 4}
+    alone = logits_of(folder, 1, **settings)
+    several = logits_of(folder, 2, ranks_share_gpu=ranks_share_gpu, **settings)
+    for one, other in zip(alone, several, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_all_ranks_have_written_their_kv_when_the_engine_is_told(
+    kernels: str, tmp_path: Path
+) -> None:
+    runner = runner_of(tiny("llama", tmp_path), 4, kernels=kernels, max_num_seqs=4)
+    try:
+        told: list[torch.Tensor] = []
+        for sequence in place(runner, PROMPTS):
+            piece = sequence.take(len(sequence.token_ids))
+            runner.forward(StepBatch([piece]), lambda: told.append(runner.kv.clone()))
+            assert torch.equal(told.pop(), runner.kv)
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize(
