@@ -27,6 +27,9 @@ class Collectives(Protocol):
         """Returns the sum of the ranks' tensors `x`, which have one shape. The sum has the same
         bits on all ranks. May overwrite `x`. Raises RankEnded."""
 
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Copies `x` of rank 0 to `x` of all other ranks. Raises RankEnded."""
+
     def break_up(self) -> None:
         """Ends all waiting of this rank, because another rank has ended. May be called in any
         thread."""
@@ -43,6 +46,9 @@ class Alone:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        pass
 
     def break_up(self) -> None:
         pass

@@ -43,6 +43,7 @@ from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
 from tandem.engine.executor.weights.share import Share, share_of_lora
+from tandem.engine.runner_protocol import DrawnTokens
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
@@ -76,6 +77,30 @@ _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 def _ignore(_: str) -> None:
     pass
+
+
+class HostTokens(NamedTuple):
+    """Sampled tokens that are on the host already."""
+
+    token_ids: list[int]
+
+    def wait(self) -> list[int]:
+        """Returns the token ids."""
+        return self.token_ids
+
+
+class TokensOfRanks(NamedTuple):
+    """Sampled tokens of a step that several ranks have computed."""
+
+    tokens: DrawnTokens
+    members: Members
+
+    def wait(self) -> list[int]:
+        """Returns the token ids. Raises RankEnded if a rank has ended, because the step's results
+        may be wrong then."""
+        token_ids = self.tokens.wait()
+        self.members.check()
+        return token_ids
 
 
 class LoadedAdapter(NamedTuple):
@@ -157,6 +182,9 @@ class ModelRunner:
                 "several ranks of torch kernels do not support KV budgets; native kernels do, and "
                 "so does tensor-parallel 1"
             )
+        # On a CPU, the host's threads are the device, so there is nothing to overlap.
+        self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
+        self._drawn = HostTokens([])
         self._num_seqs_max = config.max_num_seqs
         is_cuda = self.device.type == "cuda"
         self._is_rank = config.tensor_parallel > 1
@@ -456,6 +484,8 @@ class ModelRunner:
         """Runs a step as described in runner_protocol.py. The logits are valid until the next
         step."""
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
+        if batch.is_ahead and self._triton is None:
+            batch = batch.with_tokens(self._drawn.token_ids)
         # The native decoder itself sends its inputs to the other ranks.
         if self._members is not None and not isinstance(self._last, NativeDecoder):
             self._members.memory.post(batch)
@@ -466,15 +496,22 @@ class ModelRunner:
         assert self.native is not None
         self.native.compute_share(sent, numbers_address, self.pools)
 
-    def sample(
+    def start_sampling(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
-    ) -> list[int]:
-        """Samples one token for each row of the last step's logits and returns the token ids. If
-        `rows` is given, samples only for these rows."""
-        token_ids = self._last.sample(logits, draws, rows)
-        if self._members is not None:
-            self._members.check()
-        return token_ids
+    ) -> DrawnTokens:
+        """Samples one token for each row of the last step's logits. If `rows` is given, samples
+        only for these rows."""
+        tokens: DrawnTokens
+        if self._triton is not None:
+            tokens = self._triton.start_sampling(logits, draws, rows)
+        else:
+            tokens = self._drawn = HostTokens(self._last.sample(logits, draws, rows))
+        return tokens if self._members is None else TokensOfRanks(tokens, self._members)
+
+    def synchronize(self) -> None:
+        """Waits until the device has finished all steps, copies and samplings."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int

@@ -60,6 +60,10 @@ def _serve(pipe: Connection[Any, Any], rank: int, parent_pid: int, memory_fd: in
                 own = ranks.share.of(width)
                 x = whole(width, dtype, seed)[:, own.start : own.stop]
                 pipe.send(ranks.gather(x, width).clone())
+            elif kind == "broadcast":
+                x = torch.full((3,), rank + 7)
+                ranks.broadcast(x)
+                pipe.send(x)
             else:
                 width, dtype = arguments
                 pipe.send(ranks.sum(whole(width, dtype, rank)).clone())
@@ -118,6 +122,7 @@ def test_all_ranks_get_the_same_whole(kind: str, start: Callable[[str], Ranks]) 
         for dtype in (torch.float32, torch.bfloat16):
             for found in ranks.call("gather", width, dtype, seed):
                 assert torch.equal(found, whole(width, dtype, seed))
+    assert [x.tolist() for x in ranks.call("broadcast")] == [[7, 7, 7]] * NUM_RANKS
     for width, dtype in ((96, torch.float32), (7, torch.bfloat16)):
         first, *others = ranks.call("sum", width, dtype)
         exact = sum(whole(width, dtype, rank).double() for rank in range(NUM_RANKS))

@@ -14,6 +14,7 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import AdapterUnavailable, ConfigError
 from tandem.models.folder import ModelFolder
+from tandem_kernels.sampling import Draw
 from tests.lora_adapters import ALL, describe, write_adapter
 from tests.step_batches import mixed_steps, place
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -125,6 +126,30 @@ def test_other_kernels_compute_nearly_the_same_on_several_ranks(
     tolerance = 2e-2 if settings.get("kv_dtype") == "int8" else 1e-4
     for one, other in zip(alone, several, strict=True):
         torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
+
+
+def test_decode_steps_have_the_same_rows_on_all_ranks(tmp_path: Path) -> None:
+    """The sequences of a step change their order and leave, and the last step is launched before
+    its tokens are on the host."""
+    folder = tiny("llama", tmp_path)
+    found = []
+    for num_ranks in (1, 2):
+        runner = runner_of(folder, num_ranks, kernels="triton", dtype="float32", max_num_seqs=4)
+        try:
+            sequences = place(runner, PROMPTS)
+            runner.forward(StepBatch([each.take(2) for each in sequences]))
+            for order in ((0, 1, 2, 3), (3, 1, 0), (1, 3, 0), (2, 0, 1)):
+                batch = StepBatch([sequences[i].take(1) for i in order])
+                found.append(runner.forward(batch).clone())
+            greedy = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+            tokens = runner.start_sampling(found[-1], [greedy] * 3)
+            ahead = [sequences[i].take(1)._replace(token_ids=[-1 - i]) for i in (2, 0, 1)]
+            found.append(runner.forward(StepBatch(ahead, is_ahead=True)).clone())
+            assert tokens.wait() == found[-2].argmax(-1).tolist()
+        finally:
+            runner.close()
+    for one, other in zip(found[:5], found[5:], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -42,6 +42,9 @@ class NcclCollectives:
         dist.all_reduce(x, group=self._group)
         return x
 
+    def broadcast(self, x: torch.Tensor) -> None:
+        dist.broadcast(x, src=0, group=self._group)
+
     def break_up(self) -> None:
         """Ends NCCL's kernels that wait for a rank. The results of the step are then undefined."""
         self._host.break_up()

@@ -44,6 +44,9 @@ class SharedMemoryCollectives:
             total = total + other
         return total.to(device=x.device, dtype=x.dtype)
 
+    def broadcast(self, x: torch.Tensor) -> None:
+        x.copy_(self._exchange(x, [x.shape] * self.share.num_ranks)[0])
+
     def least(self, number: int) -> int:
         """Returns the smallest of the ranks' numbers. Raises RankEnded."""
         return int(self.gather(torch.tensor([[number]]), self.share.num_ranks).min())
