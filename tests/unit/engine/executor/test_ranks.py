@@ -14,6 +14,7 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import AdapterUnavailable, ConfigError
 from tandem.models.folder import ModelFolder
+from tandem_kernels.native.library import RankEnded
 from tandem_kernels.sampling import Draw
 from tests.lora_adapters import ALL, describe, write_adapter
 from tests.step_batches import mixed_steps, place
@@ -73,7 +74,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
     assert all(map(torch.equal, alone, logits_of(folder, num_ranks, **settings)))
 
 
-INVARIANT = {"kernels": "torch", "numerics": "invariant"}
+INVARIANT: dict[str, Any] = {"kernels": "torch", "numerics": "invariant"}
 GEMMA3 = {"sliding_window": 8}  # shorter than most prompts
 
 
@@ -150,6 +151,22 @@ def test_decode_steps_have_the_same_rows_on_all_ranks(tmp_path: Path) -> None:
             runner.close()
     for one, other in zip(found[:5], found[5:], strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_fails_when_a_rank_is_killed(tmp_path: Path) -> None:
+    ended: list[str] = []
+    config = EngineConfig(model="", device="cpu", tensor_parallel=2, **INVARIANT)
+    runner = ModelRunner(tiny("llama", tmp_path), config, on_rank_end=ended.append)
+    try:
+        (sequence,) = place(runner, [PROMPTS[0]])
+        runner.forward(StepBatch([sequence.take(4)]))
+        assert runner._members is not None
+        runner._members._ranks[0].process.kill()
+        with pytest.raises(RankEnded):
+            runner.forward(StepBatch([sequence.take(4)]))
+        assert ended == ["rank 1 of the engine ended with status -9"]
+    finally:
+        runner.close()
 
 
 @pytest.mark.gpu
