@@ -43,7 +43,11 @@ PROMPTS = [random.Random(size).choices(range(100, 40_000), k=size) for size in (
 @pytest.fixture(scope="module")
 def expected(model: str) -> list[list[int]]:
     """What one process with one thread answers: greedily, and drawn by a seed."""
-    with LLM(model, device="cpu", numerics="invariant", num_threads=1) as llm:
+    return alone(model)
+
+
+def alone(model: str, **settings: Any) -> list[list[int]]:
+    with LLM(model, device="cpu", numerics="invariant", num_threads=1, **settings) as llm:
         params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **p) for p in SAMPLED]
         prompts: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS for _ in SAMPLED]
         outputs = llm.generate(prompts, params * len(PROMPTS))
@@ -219,6 +223,26 @@ async def reset(cluster: LocalCluster, worker_id: str) -> dict[str, int]:
     assert reply.status_code == 200, reply.text
     dropped: dict[str, int] = reply.json()["dropped_blocks"]
     return dropped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode", "transport"), [(2, 1, "nixl"), (1, 2, "grpc")])
+async def test_ranks_of_torch_kernels_exchange_blocks_with_one_rank(
+    prefill: int,
+    decode: int,
+    transport: str,
+    model: str,
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+) -> None:
+    degrees = {"prefill-0": prefill, "decode-0": decode}
+    options = ("--kernels", "torch", "--transport", transport, "--verify-blocks", "all")
+    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
+        async with open_client(cluster) as client:
+            assert await answers(client) == alone(model, kernels="torch")
+        await asyncio.to_thread(cluster.wait_idle)
+        assert metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

@@ -12,12 +12,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tandem.engine.executor.native.decoder import SentStep
-from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.runner import LoadedAdapter, ModelRunner
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import TandemError
 from tandem_kernels.native.library import RankEnded
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,6 +31,7 @@ class Member:
     def __init__(self, pipe: Connection[Any, Any]) -> None:
         self._pipe = pipe
         settings: messages.Settings = pipe.recv()
+        self._config = settings.config
         pin_to_share(settings.config, settings.rank)
         self._memory = RankMemory(
             settings.memory_fd, rank=settings.rank, num_ranks=settings.config.tensor_parallel
@@ -35,6 +39,7 @@ class Member:
         self._runner = ModelRunner(
             settings.folder, settings.config, pool_fd=settings.pool_fd, member_of=self._memory
         )
+        self.rank = settings.rank
         self._loaded: dict[str, LoadedAdapter] = {}
 
     def run(self) -> None:
@@ -45,8 +50,14 @@ class Member:
             match message.content:
                 case SentStep() as step:
                     self._runner.compute_share(step, message.numbers_address)
+                case StepBatch() as batch:
+                    self._runner.forward(batch)
                 case messages.Allocate(num_blocks):
                     self._runner.allocate(*num_blocks)
+                case messages.Measure(step_tokens):
+                    self._runner.with_pool_size(self._config, step_tokens)
+                case messages.CopyBlocks(copies):
+                    self._runner.copy_blocks(copies)
                 case messages.AddAdapter(digest):
                     self._runner.add_adapter(self._loaded.pop(digest))
                 case messages.DropAdapter(digest):
@@ -88,6 +99,9 @@ def main() -> int:
         member.run()
     except RankEnded:
         return 0
+    except TandemError as error:
+        log.error("rank %s: %s", member.rank, error)
+        return 1
     return 0
 
 

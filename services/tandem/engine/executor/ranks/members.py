@@ -17,10 +17,11 @@ from typing import Any
 from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
 from tandem.common.process.endings import is_stopped
-from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.errors import ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder
+from tandem_kernels.native.library import RankEnded
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Members:
         Raises ConfigError."""
         self.memory = RankMemory.create(config.tensor_parallel)
         self._on_end = on_end
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         self._loads = threading.Lock()  # one adapter at a time, so that answers find their thread
         self._ranks = [
             _Member(messages.Settings(folder, config, rank, self.memory.fd, pool_fd))
@@ -72,6 +73,11 @@ class Members:
             for member in self._ranks:
                 member.answer()
 
+    def check(self) -> None:
+        """Raises RankEnded if a rank has ended. The results of the last step may be wrong then."""
+        if self._has_ended:
+            raise RankEnded("a rank of the tensor-parallel engine has ended")
+
     def close(self) -> None:
         """Ends the processes."""
         self._is_closed = True
@@ -82,6 +88,7 @@ class Members:
     def _report_end(self, end_text: Future[str]) -> None:
         if self._is_closed:
             return
+        self._has_ended = True
         log.error("%s, so the engine cannot compute any more", end_text.result())
         try:
             self._on_end(end_text.result())

@@ -9,9 +9,16 @@ from typing import NamedTuple
 import torch
 from triton import knobs
 
+from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.triton.decode_graphs import DecodeGraphs
 from tandem.engine.executor.triton.decoder import TritonDecoder
-from tandem.engine.executor.triton.inputs import StepViews, adapted_rows, write_step
+from tandem.engine.executor.triton.inputs import (
+    DecodeRows,
+    RowsInOrder,
+    StepViews,
+    adapted_rows,
+    write_step,
+)
 from tandem.engine.executor.triton.lora import TritonAdapters
 from tandem.engine.executor.triton.tuning_shapes import repeated_blocks, tuned_chunks
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
@@ -50,9 +57,14 @@ class TritonSteps:
         max_num_seqs: int,
         max_model_len: int,
         step_tokens: int,
+        ranks: Collectives = ALONE,
     ) -> None:
-        """`step_tokens` is the largest number of tokens of a step; steps of this size are tuned."""
-        self._decoder = TritonDecoder(config, weights, max_model_len)
+        """`step_tokens` is the largest number of tokens of a step; steps of this size are tuned.
+        `weights` is the share of one of `ranks`. All ranks compute the same steps."""
+        self._decoder = TritonDecoder(config, weights, max_model_len, ranks)
+        self._ranks = ranks
+        # In the interpreter, graphs record nothing.
+        self._has_graphs = ranks.is_recordable or weights.device.type == "cpu"
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._step_tokens = step_tokens
@@ -89,15 +101,17 @@ class TritonSteps:
             check_cache_folder()
         num_blocks = min(pool.layout.num_blocks for pool in pools)
         self._pools = pools
-        self._graphs = DecodeGraphs(
-            lambda views: self._forward_ahead(views, pools),
-            num_seqs_max=self._max_num_seqs,
-            max_model_len=self._max_model_len,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            num_groups=len(pools),
-            device=device,
-        )
+        if self._has_graphs:
+            self._graphs = DecodeGraphs(
+                lambda views: self._forward_ahead(views, pools),
+                num_seqs_max=self._max_num_seqs,
+                max_model_len=self._max_model_len,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                num_groups=len(pools),
+                device=device,
+                rows=DecodeRows if self._ranks is ALONE else RowsInOrder,
+            )
         if device.type == "cuda":
             self._tune_chunks(pools, num_blocks)
 
@@ -117,7 +131,8 @@ class TritonSteps:
     def drop_graphs(self) -> None:
         """Frees the graphs and the pools of the last `prepare`."""
         self._pools = None
-        del self._graphs
+        if self._has_graphs:
+            del self._graphs
 
     @torch.inference_mode()
     def start_sampling(
@@ -161,7 +176,9 @@ class TritonSteps:
         if self._pools is not pools:
             self.prepare(pools)
         device = pools[0].device
-        if self._graphs.fits(batch.slices):
+        if batch.is_ahead:
+            self._ranks.broadcast(self._drawn)  # only rank 0 has sampled
+        if self._has_graphs and self._graphs.fits(batch.slices):
             logits = self._graphs.run(batch.slices)
             written = _recorded_event(device) if on_kv_written else None
             if not all(piece.num_logits for piece in batch.slices):
