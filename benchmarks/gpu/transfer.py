@@ -29,7 +29,7 @@ from cyclopts import Parameter
 from msgspec.structs import replace
 
 from tandem.common.config.transfer import TransferConfig
-from tandem.transfer.nixl.messages import (
+from tandem.transfer.reads.messages import (
     LocalPool,
     PeerConnected,
     ProducerReady,
@@ -38,7 +38,7 @@ from tandem.transfer.nixl.messages import (
     Settled,
     TransferEvent,
 )
-from tandem.transfer.nixl.thread import TransferThread
+from tandem.transfer.thread import TransferThread
 from tandem_bench.framework import RESULTS, options, run_main, write
 from tandem_bench.sizes import layout_of, scattered
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.transfer.nixl.piece_size import PIECE_S, READS_MAX, PieceSize, device_bytes
+from tandem.transfer.reads.piece_size import PIECE_S, READS_MAX, PieceSize, device_bytes
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.types import FinalBlocks, SequenceSpec, StepReport
-from tandem.transfer.nixl import messages as transfer
+from tandem.transfer.reads import messages as transfer
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -149,15 +149,18 @@ class ReturnWaiting(msgspec.Struct, frozen=True, tag=True):
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
-    """Make a peer's pool readable over NIXL; answered by `PeerConnected`."""
+    """Make a peer's pool readable over a transport, "nixl" or "cuda_ipc"; answered by
+    `PeerConnected`."""
 
     peer_id: str
     metadata: bytes
     pool: transfer.RemotePool
+    transport: str
 
 
 class DisconnectPeer(msgspec.Struct, frozen=True, tag=True):
     peer_id: str
+    transport: str
 
 
 class StartPull(msgspec.Struct, frozen=True, tag=True):
