@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -76,6 +77,7 @@ class Link:
     reads: list[tuple[int, float]] | Exception = field(default_factory=lambda: list(FAST))
     # Transport -> its reads, if they differ from `reads`.
     reads_over: dict[str, list[tuple[int, float]] | Exception] = field(default_factory=dict)
+    pool: Any = field(default_factory=lambda: SimpleNamespace(write_probe=lambda data: None))
     num_connected: int = 0
     disconnected: list[str] = field(default_factory=list)
 

@@ -217,6 +217,11 @@ class EngineLink:
         data: memoryview = await self._ask(messages.LoadBytes, sequence_id, block_ids)
         return data
 
+    async def load_probe(self, num_bytes: int) -> memoryview:
+        """Returns zero bytes that the engine process has copied from the pool's device."""
+        data: memoryview = await self._ask(messages.LoadProbe, num_bytes)
+        return data
+
     async def list_prefixes(self, blocks_max: int) -> list[list[bytes]]:
         """Returns the most recently used chains of block hashes, each from its first block on."""
         reply: messages.Chains = await self._ask(messages.ListChains, blocks_max)
@@ -395,3 +400,9 @@ class PoolThroughEngine:
     def write(self, into: PoolReservation, first: int, data: memoryview) -> None:
         block_ids = list(targets(into, first, data, self.spans))
         self._link.send(messages.StoreBytes(into.sequence_id, block_ids), data)
+
+    async def read_probe(self, num_bytes: int) -> memoryview:
+        return await self._link.load_probe(num_bytes)
+
+    def write_probe(self, data: memoryview) -> None:
+        self._link.send(messages.StoreProbe(), data)

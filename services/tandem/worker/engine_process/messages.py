@@ -185,6 +185,19 @@ class LoadBytes(msgspec.Struct, frozen=True, tag=True):
     block_ids: list[int]
 
 
+class StoreProbe(msgspec.Struct, frozen=True, tag=True):
+    """Move the bytes of the next frame to the pool's device, as `StoreBytes` does, and drop
+    them."""
+
+
+class LoadProbe(msgspec.Struct, frozen=True, tag=True):
+    """Request zero bytes from the pool's device, on the way of `LoadBytes`; answered by
+    `BlockData`."""
+
+    request_id: int
+    num_bytes: int
+
+
 class DescribeSource(msgspec.Struct, frozen=True, tag=True):
     """Request the data with which a consumer can read this pool; answered by `ProducerReady`."""
 
@@ -203,13 +216,14 @@ SequenceCommand = (
     Add | StartLocalPrefill | Restart | Commit | ContinuePrefill | Remove | ReturnWaiting
 )
 ChainCommand = HoldPrefix | ImportBlocks | CommitImport
-TransferCommand = ConnectPeer | DisconnectPeer | StartPull | StoreBytes
+TransferCommand = ConnectPeer | DisconnectPeer | StartPull | StoreBytes | StoreProbe
 Question = (
     ListChains
     | ListBlocks
     | ResetPrefixCache
     | KeepChain
     | LoadBytes
+    | LoadProbe
     | DescribeSource
     | CheckIntegrity
 )
@@ -270,7 +284,8 @@ class PullsSettled(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockData(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `LoadBytes`. The next frame has the bytes, unless there is an `error`."""
+    """The answer to `LoadBytes` and `LoadProbe`. The next frame has the bytes, unless there is an
+    `error`."""
 
     request_id: int
     error: str

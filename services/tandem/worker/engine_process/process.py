@@ -234,6 +234,10 @@ class EngineProcess:
             case messages.LoadBytes(request_id, sequence_id, block_ids):
                 self._check_held(sequence_id, block_ids)
                 self._send(messages.BlockData(request_id, ""), self._bytes.read(block_ids))
+            case messages.StoreProbe():
+                self._bytes.write_probe(frames[1])
+            case messages.LoadProbe(request_id, num_bytes):
+                self._send(messages.BlockData(request_id, ""), self._bytes.read_probe(num_bytes))
             case messages.ConnectPeer(peer_id, metadata, pool, transport):
                 self._transfer.connect(peer_id, metadata, pool, transport)
             case messages.DisconnectPeer(peer_id, transport):
@@ -262,7 +266,7 @@ class EngineProcess:
             case messages.StartPull(_, pull):
                 failed = PullResult(pull.pull_id, done=False, error=error.message)
                 self._send(messages.PullsSettled([failed]))
-            case messages.LoadBytes(request_id):
+            case messages.LoadBytes(request_id) | messages.LoadProbe(request_id):
                 self._send(messages.BlockData(request_id, error.message))
             case _:
                 after_s = error.retry_after_s or 0.0
