@@ -300,7 +300,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_the_driver_maps_the_allocation_and_the_pool_is_found_in_it(driver: Driver) -> None:
-    device = cuda.CudaDevice(torch.device("cuda:0"))
+    device = cuda.CudaIpcDevice(torch.device("cuda:0"))
     metadata = device.export(50_000)
     address = device.open(metadata)
     assert address == (1 << 40) + 4096
@@ -310,7 +310,7 @@ def test_the_driver_maps_the_allocation_and_the_pool_is_found_in_it(driver: Driv
 
 
 def test_errors_of_the_driver_have_its_names(driver: Driver) -> None:
-    device = cuda.CudaDevice(torch.device("cuda:0"))
+    device = cuda.CudaIpcDevice(torch.device("cuda:0"))
     metadata = device.export(50_000)
     address = device.open(metadata)
     driver.code = 1

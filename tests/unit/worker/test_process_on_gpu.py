@@ -71,6 +71,6 @@ def test_probes_over_grpc_pass_through_the_pools_gpu() -> None:
 
 
 def test_only_a_pool_on_a_gpu_is_shared_over_cuda_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "CudaDevice", lambda device: f"device {device}")
+    monkeypatch.setattr(cuda, "CudaIpcDevice", lambda device: f"device {device}")
     assert process_on("cuda:1")._ipc_device() == "device cuda:1"
     assert process_on("cpu")._ipc_device() is None

@@ -32,7 +32,7 @@ class _Exported(msgspec.Struct, frozen=True):
     offset: int
 
 
-class CudaDevice:
+class CudaIpcDevice:
     """The device of a KV pool (see `IpcDevice`). The thread that calls the methods has this device
     as its current CUDA device."""
 

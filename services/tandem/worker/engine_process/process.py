@@ -352,9 +352,9 @@ class EngineProcess:
         """Returns the pool's device if processes of this machine can map its memory."""
         if self._runner.kv.device.type != "cuda":
             return None
-        from tandem.transfer.cuda_ipc.cuda import CudaDevice  # imports Triton
+        from tandem.transfer.cuda_ipc.cuda import CudaIpcDevice  # imports Triton
 
-        return CudaDevice(self._runner.kv.device)
+        return CudaIpcDevice(self._runner.kv.device)
 
     def _local_pool(self) -> LocalPool:
         kv = self._runner.kv
