@@ -56,9 +56,9 @@ class Bench:
         self,
         size: Size,
         device: torch.device,
-        on_row: Callable[[dict[str, Any]], object] = lambda row: None,
+        on_row: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
-        """`on_row` is called with each row as it comes."""
+        """`on_row` is called with each row as it comes. Without it, rows are printed."""
         self._on_row = on_row
         self.size = size
         self.device = device
@@ -87,10 +87,12 @@ class Bench:
         row = {"what": what, "floor_ms": floor_s * 1e3, "measured_ms": measured_s * 1e3}
         row |= {"ratio": floor_s / measured_s, "goal": goal}
         self.rows.append(row)
+        if self._on_row is not None:
+            self._on_row(row)
+            return
         wanted = "" if goal is None else f"   goal {goal:.0%}"
         times = f"{row['floor_ms']:10.3f} ms{row['measured_ms']:10.3f} ms{row['ratio']:8.1%}"
         print(f"{what:60}{times}{wanted}")
-        self._on_row(row)
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Median of one call on the device."""

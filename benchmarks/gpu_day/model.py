@@ -32,29 +32,28 @@ def device_of(*, stand_in: bool) -> torch.device:
     return torch.device("cpu" if stand_in else "cuda")
 
 
-def make_runner(
-    size: Size, device: torch.device, form: Form | None = None, **options: Any
-) -> ModelRunner:
-    """Returns a runner, and on a GPU one with Triton's kernels, whose pool is not allocated yet.
-
-    `form` gives the matrices of the layers another form than bfloat16. `options` are those of
-    `EngineConfig`.
-    """
+def config_of(device: torch.device, **options: Any) -> EngineConfig:
+    """Returns the settings of an engine, and on a GPU of one with Triton's kernels."""
     is_cuda = device.type == "cuda"
-    config = EngineConfig(
+    return EngineConfig(
         model="random",
         device="cuda" if is_cuda else "cpu",
         kernels="triton" if is_cuda else "torch",
         dtype="bfloat16",
         **options,
     )
+
+
+def make_runner(size: Size, config: EngineConfig, form: Form | None = None) -> ModelRunner:
+    """Returns a runner whose pool is not allocated yet. `form` gives the matrices of the layers
+    another form than bfloat16."""
     shape = make_weights(size, torch.device("meta"))[0]
     files = (Path("random.safetensors"),)
     num_weights = weight_bytes(size) // 2 + size.vocab * size.hidden
     folder = ModelFolder(Path("random"), shape, "random", "random", files, num_weights)
 
     def load(*_: object, **__: object) -> object:
-        return make_weights(size, device, form)[1]
+        return make_weights(size, torch.device(config.device), form)[1]
 
     with patch.object(runner_module, "load_weights", load):
         return ModelRunner(folder, config)

@@ -23,6 +23,7 @@ import httpx
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.gpu_day.parts import add_row
 from benchmarks.shared.cluster import free_port, wait_for
@@ -83,7 +84,9 @@ def make_model(path: Path, *, num_layers: int) -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=512,
     )
-    model = LlamaForCausalLM(config).eval()
+    disable_progress_bar()
+    model = LlamaForCausalLM(config)
+    model.eval()
     model.save_pretrained(path)
     vocabulary = {chr(32 + i): i for i in range(95)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))

@@ -10,6 +10,7 @@ from benchmarks.gpu.kernels import GREEDY
 from benchmarks.gpu.model import Size, weight_bytes
 from benchmarks.gpu_day.model import (
     Form,
+    config_of,
     copy_bytes_per_s,
     device_of,
     make_runner,
@@ -72,8 +73,14 @@ def _step_s(size: Size, device: torch.device, form: Form | None) -> float:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     num_blocks = -(-2 * _context(size) // size.block_size)
-    options = {"num_blocks": num_blocks, "max_num_seqs": 1, "max_model_len": 2 * _context(size)}
-    runner = make_runner(size, device, form, block_size=size.block_size, **options)
+    config = config_of(
+        device,
+        num_blocks=num_blocks,
+        max_num_seqs=1,
+        max_model_len=2 * _context(size),
+        block_size=size.block_size,
+    )
+    runner = make_runner(size, config, form)
     runner.allocate(num_blocks)
     batch = StepBatch([SequenceSlice([7], _context(size), list(range(num_blocks)), True)])
     runner.sample(runner.forward(batch, None), [GREEDY])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu.transfer import Device, measure_reads, tell
+from benchmarks.gpu.transfer import Device, measure_reads
 from benchmarks.gpu_day.parts import add_row
 
 GOAL = 0.8
@@ -12,9 +12,8 @@ def run(*, stand_in: bool) -> None:
     device = Device(stand_in=stand_in)
 
     def on_row(row: dict[str, float]) -> None:
-        tell(row)
         add_row(
-            f"CUDA IPC, {row['blocks']} blocks, {row['bytes'] / 1e6:,.0f} MB (floor: one copy)",
+            f"CUDA IPC, {row['blocks']} blocks, {row['bytes'] / 1e6:,.1f} MB (floor: one copy)",
             ratio=row["copy_s"] / row["ours_s"],
             goal=GOAL if row["blocks"] == device.rows[-1] and not stand_in else None,
             **row,

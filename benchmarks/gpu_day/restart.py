@@ -29,9 +29,10 @@ def run(*, stand_in: bool) -> None:
     num_read = device.rows[-1] if stand_in else _READ_BLOCKS
     reader = Side("reader", "cuda_ipc", device, num_read)
     num_kills = 2 if stand_in else _KILLS
-    following, started_s = _start(stand_in), []
+    started_s: list[float] = []
+    following = _start(stand_in)
     for number in range(num_kills):
-        process, following = following, _start(stand_in) if number < num_kills else None
+        process, following = following, _start(stand_in)
         assert process.stdin is not None
         assert process.stdout is not None
         started = time.monotonic()
@@ -55,9 +56,8 @@ def run(*, stand_in: bool) -> None:
         _wait(reader, Settled)
         reader.thread.disconnect(peer_id, "cuda_ipc")
         print(f"start {number + 1}: {started_s[-1]:.2f} s", flush=True)
-    if following is not None:
-        following.kill()
-        following.wait()
+    following.kill()
+    following.wait()
     reader.thread.stop()
     if stand_in:
         assert reader.ipc.num_mappings == 0, "the memory of a killed process stays mapped"

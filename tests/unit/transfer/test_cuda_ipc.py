@@ -295,7 +295,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": driver}[name])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(query=bool))
     return driver
 
 
@@ -306,7 +306,7 @@ def test_the_driver_maps_the_allocation_and_the_pool_is_found_in_it(driver: Driv
     assert address == (1 << 40) + 4096
     device.close(address)
     handle = bytes([7] * 64)
-    assert driver.calls == [("get", 50_000), ("open", handle, 1), ("close", 1 << 40)]
+    assert driver.calls == [("get", 50_000 - 4096), ("open", handle, 1), ("close", 1 << 40)]
 
 
 def test_errors_of_the_driver_have_its_names(driver: Driver) -> None:

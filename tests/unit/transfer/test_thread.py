@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tandem.common.config.transfer import TransferConfig
 from tandem.engine.cache.layout.block_layout import BlockLayout
@@ -274,6 +275,23 @@ def test_a_transport_that_this_process_does_not_use_is_refused(
     transfer.disconnect("peer", "cuda_ipc")
     transfer.submit(pull())
     assert isinstance(events.get(timeout=DEADLINE_S), messages.Settled)
+
+
+@pytest.mark.parametrize(
+    ("memory", "mode", "is_larger"),
+    [
+        ("DRAM", UcxMode.MEMORY, False),
+        ("VRAM", UcxMode.RDMA, False),
+        ("VRAM", UcxMode.MEMORY, True),
+    ],
+)
+def test_nixl_reads_gpus_of_one_machine_in_pieces_of_another_size(
+    memory: str, mode: UcxMode, is_larger: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "device_bytes", lambda **_: 7)
+    pool = replace(POOL, memory=memory)
+    found = thread._nixl_piece_bytes(pool, mode, quarantine_blocks_max=4)
+    assert found == (7 if is_larger else thread.FIRST_BYTES)
 
 
 def test_the_queue_of_commands_is_bounded(events: SimpleQueue[messages.TransferEvent]) -> None:

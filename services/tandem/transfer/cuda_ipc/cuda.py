@@ -55,7 +55,7 @@ class CudaIpcDevice:
             ctypes.byref(size),
             pointer,
         )
-        self._call(Incompatible, what, "cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+        self._call(Incompatible, what, "cuIpcGetMemHandle", ctypes.byref(handle), base)
         return msgspec.msgpack.encode(_Exported(bytes(handle), address - base.value))
 
     def open(self, metadata: bytes) -> int:
@@ -94,6 +94,9 @@ class CudaIpcDevice:
 
     def _call(self, kind: type[TandemError], what: str, function: str, *arguments: object) -> None:
         """Calls a function of the driver. Raises an error of this kind if it fails."""
+        # The driver's functions need a current context. This call makes that of the device current
+        # in this thread.
+        self._stream.query()
         if code := getattr(self._driver, function)(*arguments):
             name = ctypes.c_char_p()
             self._driver.cuGetErrorName(code, ctypes.byref(name))

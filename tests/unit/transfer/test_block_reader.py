@@ -1,4 +1,4 @@
-"""The peers that the consumer's agent knows, over a NIXL whose reads end when the test says so."""
+"""The peers that a consumer's agent knows, over an agent whose reads end when the test says so."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.transfer.reads import block_reader as consumer
+from tandem.transfer.reads import piece_size
 from tandem.transfer.reads.block_reader import BlockReader
 from tandem.transfer.reads.messages import LocalPool, Pull, RemotePool
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
@@ -24,6 +25,7 @@ class Bench:
 
     memory: str = "DRAM"
     finish_copies: Callable[[], None] = lambda: None
+    first_piece_bytes: int = piece_size.FIRST_BYTES
     now: float = 100.0
 
     def __post_init__(self) -> None:
@@ -39,6 +41,7 @@ class Bench:
             pool,
             self._new_agent,
             quarantine_blocks_max=4,
+            first_piece_bytes=self.first_piece_bytes,
             clock=lambda: self.now,
             finish_copies=lambda: self.finish_copies(),
         )
@@ -130,6 +133,20 @@ def test_probes_of_a_gpus_pool_need_memory_on_the_gpu() -> None:
     pool = LocalPool(1, LAYOUT.pool_bytes, 0, "VRAM", LAYOUT)
     with pytest.raises(AssertionError, match="scratch memory on the GPU"):
         BlockReader(pool, lambda number: pytest.fail("no agent"), quarantine_blocks_max=4)
+
+
+@pytest.mark.parametrize(("piece_blocks", "num_pieces"), [(4, 2), (8, 1)])
+def test_a_pull_is_read_in_pieces_of_the_given_size(
+    piece_blocks: int, num_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piece_size, "_BYTES_MIN", LAYOUT.block_bytes)
+    bench = Bench(first_piece_bytes=piece_blocks * LAYOUT.block_bytes)
+    bench.connect("a", "a-1")
+    blocks = list(range(8))
+    bench.consumer.submit(Pull("pull", "a", blocks, blocks, 5.0))
+    for _ in range(2):
+        assert bench.consumer.poll() == []
+    assert len(bench.agents[0].reads) == num_pieces
 
 
 def test_blocks_are_unfenced_when_the_gpu_has_run_what_a_destroyed_agent_had_queued() -> None:
