@@ -54,8 +54,9 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 20),
         max_num_seqs=st.integers(1, 4),
         max_tokens_per_step=st.integers(1, 9),
+        launches_ahead=st.booleans(),
     )
-    def start(self, block_size: int, num_blocks: int, **limits: int) -> None:
+    def start(self, block_size: int, num_blocks: int, launches_ahead: bool, **limits: int) -> None:
         self.engine, self.runner = make_engine(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -65,6 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
             **limits,
             **self.settings(block_size),
         )
+        self.runner.launches_ahead = launches_ahead
         self.engine._scheduler.early_reuse.clock = lambda: 1.0
         self.clients: dict[str, Client] = {}
         self.quarantined: set[int] = set()

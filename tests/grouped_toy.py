@@ -111,7 +111,7 @@ class GroupedToyRunner(ToyRunner):
         halves = self.pools[group][list(block_ids)].transpose(1, 2).long()
         return [[(high << 16) + low for high, low in block] for block in halves.tolist()]
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+    def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for source, target, group in copies:
             self.pools[group][target] = self.pools[group][source]
 

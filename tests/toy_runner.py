@@ -4,11 +4,16 @@ block tables.
 The KV of a token is a digest of the token and of all previous KV, read back from the pool, and
 determines the logits. A missed write, a wrong block, or a block that is freed while in use or
 written by two owners changes all later tokens. `continuation` computes the same without a pool.
+
+With `launches_ahead`, the runner works like a device: it computes nothing before someone waits, and
+then only what was started before the awaited result. `fill` and `scribble` write at once, as a peer
+does. So a block that is given to a peer while a launched step uses it changes tokens.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
@@ -57,6 +62,20 @@ def continuation(
     return made
 
 
+class ToyTokens:
+    """The tokens of a sampling in a stream of work."""
+
+    def __init__(self, stream: deque[Callable[[], None]]) -> None:
+        self._stream = stream
+        self.token_ids: list[int] | None = None
+
+    def wait(self) -> list[int]:
+        """Computes the stream up to this sampling, and nothing after it."""
+        while self.token_ids is None:
+            self._stream.popleft()()
+        return self.token_ids
+
+
 class ToyRunner:
     """Replaces `tandem.engine.engine.Runner`, with a pool of one head and one fp32 layer."""
 
@@ -67,8 +86,11 @@ class ToyRunner:
     tokens_per_step = 512
     why_no_budgets = "the toy sees all tokens"
     vocab_size = 1 << 31  # vocabulary of prompts; generated tokens are within VOCABULARY
+    launches_ahead = False
 
     def __init__(self, *, block_size: int, max_model_len: int = 1000) -> None:
+        self._stream: deque[Callable[[], None]] = deque()  # started and not computed yet
+        self._drawn: list[int] = []
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.adapters: set[str] = set()
@@ -91,8 +113,21 @@ class ToyRunner:
         self.kv = torch.full((num_blocks, 1, 1, 2, self.block_size, 1), -1.0)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        self._start(lambda: self._copy(copies))
+
+    def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for source, target, _ in copies:
             self.kv[target] = self.kv[source]
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self._stream.append(work)
+        if not self.launches_ahead:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Computes everything that was started."""
+        while self._stream:
+            self._stream.popleft()()
 
     def load_adapter(self, adapter: Adapter) -> str:
         """Raises ConfigError for an adapter without a folder."""
@@ -106,11 +141,18 @@ class ToyRunner:
     def drop_adapter(self, digest: str) -> None:
         self.adapters.remove(digest)
 
-    def sample(
+    def start_sampling(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
-    ) -> list[int]:
-        """Samples like Runner.sample."""
-        return sample(logits if rows is None else logits[rows], draws)
+    ) -> ToyTokens:
+        """Samples like Runner.start_sampling."""
+        tokens = ToyTokens(self._stream)
+
+        def draw() -> None:
+            self._drawn = sample(logits if rows is None else logits[rows], draws)
+            tokens.token_ids = self._drawn
+
+        self._start(draw)
+        return tokens
 
     logprobs = staticmethod(logprobs)
 
@@ -119,15 +161,31 @@ class ToyRunner:
         return [[float(self._wanted[row])] for row in rows]
 
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
-        wanted: list[int] = []
-        for piece in batch.slices:
-            assert not piece.adapter or piece.adapter in self.adapters
-            values = self._compute(piece)
-            wanted += values[len(values) - piece.num_logits :]
+        logits = torch.empty(sum(piece.num_logits for piece in batch.slices), VOCABULARY)
+        pieces = [
+            piece._replace(
+                block_table=[*piece.block_table],
+                other_tables=[[*table] for table in piece.other_tables],
+            )
+            for piece in batch.slices
+        ]
+
+        def compute() -> None:
+            step = StepBatch(pieces)
+            wanted: list[int] = []
+            for piece in step.with_tokens(self._drawn).slices if batch.is_ahead else pieces:
+                assert not piece.adapter or piece.adapter in self.adapters
+                values = self._compute(piece)
+                wanted += values[len(values) - piece.num_logits :]
+            self._wanted = wanted
+            for row, kv in zip(logits, wanted, strict=True):
+                row[:] = logits_of(kv)
+
+        self._start(compute)
         if on_kv_written is not None:
+            self.synchronize()
             on_kv_written()
-        self._wanted = wanted
-        return torch.stack([logits_of(kv) for kv in wanted]) if wanted else torch.empty(0)
+        return logits
 
     def fill(self, block_table: list[int], token_ids: list[int], first_block: int) -> None:
         """Writes the KV that a pull of the blocks from `first_block` on would have written."""

@@ -101,7 +101,7 @@ GPUS = {
 def engine_main() -> None:
     import torch
 
-    from tandem.engine.executor.runner import ModelRunner
+    from tandem.engine.executor.runner import HostTokens, ModelRunner
     from tandem.engine.scheduler.batch import StepBatch
     from tandem.worker.engine_process import process
     from tandem_kernels.sampling import Draw
@@ -126,10 +126,10 @@ def engine_main() -> None:
                 on_kv_written()
             return self._row.expand(num_rows, -1)
 
-        def sample(
+        def start_sampling(
             self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
-        ) -> list[int]:
-            return [TOKEN_ID] * len(draws)
+        ) -> HostTokens:
+            return HostTokens([TOKEN_ID] * len(draws))
 
     process.ModelRunner = SleepingRunner  # type: ignore[misc]
     process.main()

@@ -1,11 +1,14 @@
 """Measures the first start of a new user: from `git clone` to the first token, with empty caches.
 
-    python -m benchmarks.cluster.first_start [--repeats 3]
+    python -m benchmarks.cluster.first_start [--repeats 3] [--busy-starts 10]
 
 Each round clones the repository into a new folder, runs `make up` there with an empty pip cache, an
 empty cache of objects and no model, sends a request, and starts the cluster a second time. The
 stages are those that the install prints. `received` is what the network interfaces received
 meanwhile, so nothing else should use the network. Run it on a quiet machine.
+
+With `--busy-starts`, this checkout is then started so many times while eight busy loops run beside
+it at the same priority. Each start has to end with an answer and with Ray's head up.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import re
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +30,7 @@ from benchmarks.shared.cluster import ROOT, free_port, wait_for
 from tandem_bench.framework import RESULTS, Report, options, run_main, table
 
 DEADLINE_S = 1800.0
+BUSY_LOOPS = 8
 _STAGE = re.compile(r"^ *(\d+) s  (\d of \d|installed)", re.MULTILINE)
 _COMPILED = re.compile(r"are compiled \((\d+) s\)")
 
@@ -33,15 +38,26 @@ _COMPILED = re.compile(r"are compiled \((\d+) s\)")
 @options
 class Options:
     repeats: int = 3
+    busy_starts: int = 0
     output: Path = RESULTS / "first_start.json"
 
 
 def main(options: Options = Options()) -> None:
     report = Report(options.output)
-    rounds = [_measure() for _ in range(options.repeats)]
-    medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
-    report.write(medians=medians, rounds=rounds)
-    print(table("stage | median", [(name, f"{value:.1f}") for name, value in medians.items()]))
+    if options.repeats:
+        rounds = [_measure() for _ in range(options.repeats)]
+        medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+        report.write(medians=medians, rounds=rounds)
+        print(table("stage | median", [(name, f"{value:.1f}") for name, value in medians.items()]))
+    if options.busy_starts:
+        seconds = _start_beside_busy_loops(options.busy_starts)
+        report.write(busy_loops=BUSY_LOOPS, busy_starts_s=seconds)
+        names = ("until requests are served", "until Ray's head is up")
+        for name, each in zip(names, zip(*seconds, strict=True), strict=True):
+            print(
+                f"{len(each)} starts beside {BUSY_LOOPS} busy loops: {min(each):.0f} to "
+                f"{max(each):.0f} s {name}, median {statistics.median(each):.0f} s"
+            )
 
 
 def _measure() -> dict[str, float]:
@@ -72,9 +88,29 @@ def _measure() -> dict[str, float]:
         }
 
 
-def _start(folder: Path, environment: dict[str, str]) -> tuple[float, float, str]:
-    """Runs `make up`. Returns the seconds until requests are served, those until the first token,
-    and what was printed."""
+def _start_beside_busy_loops(starts: int) -> list[tuple[float, float]]:
+    """Returns the seconds until each start served requests, and until its Ray head was up."""
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY_LOOPS)
+    ]
+    try:
+        with tempfile.TemporaryDirectory(prefix="busy-start-") as name:
+            checkout = Path(name) / "tandem"
+            checkout.symlink_to(ROOT)
+            seconds = []
+            for _ in range(starts):
+                served_s, ray_s, _ = _start(checkout, dict(os.environ), until="Ray's head is up")
+                seconds.append((served_s, ray_s))
+            return seconds
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def _start(folder: Path, environment: dict[str, str], until: str = "") -> tuple[float, float, str]:
+    """Runs `make up`. Returns the seconds until requests are served, those until the first token
+    was received and `until` was printed, and what was printed."""
     ports = {name: free_port() for name in ("port", "grpc-port", "admin-port", "admin-grpc-port")}
     arguments = " ".join(f"--{name} {port}" for name, port in ports.items())
     screen = folder.parent / "screen"
@@ -91,17 +127,18 @@ def _start(folder: Path, environment: dict[str, str]) -> tuple[float, float, str
     try:
         url = f"http://127.0.0.1:{ports['port']}"
 
-        def is_ready() -> bool:
+        def has_printed(text: str) -> bool:
             assert process.poll() is None, screen.read_text()
-            return "\nready after" in screen.read_text()
+            return text in screen.read_text()
 
-        wait_for(is_ready, deadline_s=DEADLINE_S, what="the cluster")
+        wait_for(lambda: has_printed("\nready after"), deadline_s=DEADLINE_S, what="the cluster")
         ready_s = time.perf_counter() - began
         body = {"prompt": "The sky is", "max_tokens": 1}
         model = httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"]
         httpx.post(
             f"{url}/v1/completions", json={**body, "model": model}, timeout=60
         ).raise_for_status()
+        wait_for(lambda: has_printed(until), deadline_s=DEADLINE_S, what=until)
         return ready_s, time.perf_counter() - began, screen.read_text()
     finally:
         os.killpg(process.pid, signal.SIGINT)

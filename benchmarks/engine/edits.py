@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from benchmarks.shared.engines import make_engine, sequence
 from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import HostTokens
 from tandem.engine.executor.sampler import StepSampler, next_draw
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.schedule import Chunk
@@ -71,8 +72,8 @@ def step_ms(
 class _NoDraw:
     """Stands for a runner whose draw takes no time."""
 
-    def sample(self, logits: torch.Tensor, draws: list[Draw], rows: list[int] | None) -> list[int]:
-        return [0] * len(draws)
+    def start_sampling(self, logits: torch.Tensor, draws: list[Draw]) -> HostTokens:
+        return HostTokens([0] * len(draws))
 
 
 def unused_us(batch: int) -> float:
@@ -91,11 +92,15 @@ def unused_us(batch: int) -> float:
     runner, logits = cast("Runner", _NoDraw()), torch.empty(0)
 
     def draws_alone() -> None:
-        runner.sample(logits, [next_draw(each) for each in sequences], None)
+        runner.start_sampling(logits, [next_draw(each) for each in sequences]).wait()
+
+    def sample_all() -> None:
+        sampler = StepSampler(chunks)
+        sampler.start(runner, logits)
+        sampler.finish(runner, logits)
 
     whole, alone = (
-        min(repeat(work, number=1000, repeat=9)) * 1000
-        for work in (lambda: StepSampler(chunks).run(runner, logits), draws_alone)
+        min(repeat(work, number=1000, repeat=9)) * 1000 for work in (sample_all, draws_alone)
     )
     return whole - alone
 

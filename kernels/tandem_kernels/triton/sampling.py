@@ -42,24 +42,28 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     return launch(logits, draws).cpu()
 
 
-def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Samples as `sample` does, but does not wait, and returns the ids on the device."""
+def launch(
+    logits: torch.Tensor, draws: Sequence[Draw], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Samples as `sample` does, but does not wait, and returns the ids on the device: in `out`
+    [n] int64 if it is given."""
     num_rows, vocab = logits.shape
     assert num_rows == len(draws)
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     logits = edited(logits, [draw.edit for draw in draws])
-    numbers = _packed(draws)
+    numbers = packed(draws)
     if logits.is_cuda:
         numbers = numbers.pin_memory().to(logits.device, non_blocking=True)
     tile = max(16, next_power_of_2(vocab))
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     listed_ids = torch.empty(num_rows, vocab, dtype=torch.int32, device=logits.device)
     listed_keys = torch.empty_like(listed_ids)
     _sample[(num_rows,)](
         logits,
         numbers,
-        tokens,
+        out,
         listed_ids,
         listed_keys,
         vocab,
@@ -69,10 +73,28 @@ def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         LEVELS_TILE=min(_LEVELS_TILE, tile),
         num_warps=NUM_WARPS,
     )
-    return tokens
+    return out
 
 
-def _packed(draws: Sequence[Draw]) -> torch.Tensor:
+def take_drawn(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
+    """Replaces each negative number -1 - i in `token_ids`, int32 [n], by `drawn[i]`, int64. Does
+    not wait."""
+    num_tokens = len(token_ids)
+    grid = (triton.cdiv(num_tokens, _TILE),)
+    _take_drawn[grid](token_ids, drawn, num_tokens, TILE=_TILE)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _take_drawn(token_ids, drawn, num_tokens, TILE: tl.constexpr):
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = rows < num_tokens
+    numbers = tl.load(token_ids + rows, mask=mask, other=0)
+    is_drawn = mask & (numbers < 0)
+    tokens = tl.load(drawn - 1 - numbers, mask=is_drawn, other=0)
+    tl.store(token_ids + rows, tokens.to(tl.int32), mask=is_drawn)
+
+
+def packed(draws: Sequence[Draw]) -> torch.Tensor:
     """Packs the sampling parameters into one int64 tensor with a row for each parameter and a
     column for each draw. `_sample` loads the rows by their numbers: first the numbers with a
     fraction, as the bits of fp64, then the integers."""

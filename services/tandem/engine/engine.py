@@ -5,10 +5,21 @@ The engine is synchronous. It knows no network, no asyncio, no Redis and no Ray.
 a step has all events since the previous report, including events between the two steps. While
 `has_work` is False, only a call to the engine or the result of one of the engine's threads can turn
 it True. sequence.py lists the states of a sequence, and cache/pool/block_pool.py those of a block.
+
+On a GPU, the forward pass of a decode step is launched ahead: before the tokens of the step before
+are on the host. The GPU then computes while the host processes these tokens. A call of `step`:
+
+    host  sample n | launch pass n + 1 | wait for tokens n | process them | next call: sample n + 1
+    GPU   pass n         | sample n | pass n + 1 ................................| sample n + 1
+
+The masks, penalties and random numbers of sampling n + 1 depend on tokens n, so it is started by
+the next call. The pass takes tokens n from the GPU. Blocks that are released while a pass is in
+flight become free when its step has ended, because pulls and loads do not wait for the GPU.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -20,7 +31,7 @@ from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.layout.kv_groups import divide_pool
-from tandem.engine.executor.sampler import StepSampler
+from tandem.engine.executor.sampler import Sampled, StepSampler
 from tandem.engine.kept_chains import KeptChains
 from tandem.engine.load import measure_load, measure_stats
 from tandem.engine.new_sequences import NewSequences
@@ -28,7 +39,7 @@ from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.running_slots import STEP_SHARE
-from tandem.engine.scheduler.schedule import Schedule
+from tandem.engine.scheduler.schedule import Chunk, Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
 from tandem.engine.tiers.io_thread import IoThread, JobThread
@@ -37,6 +48,15 @@ from tandem.engine.types import EngineStats, Mode, OnFinal, SequenceSpec, StepRe
 from tandem.errors import BadRequest, InternalError, QueueFull, Returned, TandemError
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.masks import MASK_WAIT_S, GrammarMasks, GrammarMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose forward pass was launched ahead."""
+
+    schedule: Schedule
+    logits: torch.Tensor
+    started: float  # time of `time.perf_counter()` at which the device could start the pass
 
 
 class Engine:
@@ -92,6 +112,7 @@ class Engine:
         self._pending = PendingReport(self.layout)
         self._peer_blocks = PeerBlocks(self._kv, self._pending)
         self._steps = count(1)
+        self._ahead: LaunchedStep | None = None
 
     def step(self, on_final: OnFinal | None = None) -> StepReport:
         """Runs the model once and returns all events since the last step.
@@ -109,9 +130,13 @@ class Engine:
         for sequence, error in self._scheduler.find_late():
             self._fail(sequence, error)
         late_masks = self._settle_masks()
-        schedule = self._scheduler.schedule()
-        self._runner.copy_blocks(schedule.copies)
-        self._kv.end_copies(schedule.copies)
+        ahead = self._ahead
+        schedule = self._scheduler.schedule() if ahead is None else self._scheduler.admit()
+        if schedule.copies:
+            self._runner.copy_blocks(schedule.copies)
+            # The source of a copy may be evicted and filled by a pull, so the copy must have ended.
+            self._runner.synchronize()
+            self._kv.end_copies(schedule.copies)
         for sequence in (*loaded, *schedule.admitted):
             # `write` below chooses which blocks to copy to the tiers by how often they were used,
             # so this sequence's uses must be recorded first.
@@ -121,10 +146,16 @@ class Engine:
         self._pending.report_final(on_final)
         # If a peer waits for the report of reserved or final blocks, this step ends here, so that
         # the report is sent at once. The next step computes the chunks.
-        if schedule.chunks and not self._pending.starts_a_transfer:
+        if self._pending.starts_a_transfer:
+            pass
+        elif ahead is not None:
+            self._finish_ahead(ahead, on_final)
+            work = ahead.schedule.work
+            started = ahead.started
+        elif schedule.chunks:
             self._run(schedule, on_final)
             work = schedule.work
-        elif late_masks and not schedule.chunks:
+        elif late_masks:
             self._grammars.wait_for_any(late_masks)
         return self._take_report(work, started)
 
@@ -316,7 +347,8 @@ class Engine:
 
     def has_work(self) -> bool:
         has_events = self._pending.has_events or self._kv.has_events or self._adapters.has_results
-        return has_events or self._tiers.has_results or self._scheduler.has_work()
+        has_results = self._tiers.has_results or self._ahead is not None
+        return has_events or has_results or self._scheduler.has_work()
 
     def awaits_threads(self) -> bool:
         """Returns True while threads compile a grammar, read an adapter, or copy blocks from or to
@@ -421,14 +453,10 @@ class Engine:
         self._drop(sequence)
 
     def _run(self, schedule: Schedule, on_final: OnFinal | None) -> None:
+        """Computes a step."""
+
         def on_kv_written() -> None:
-            for chunk in schedule.chunks:
-                self._scheduler.computed(chunk)
-                # If the grammar's mask is late, no token is sampled, and the last token is computed
-                # again in a later step. So the last token is not counted before sampling.
-                may_be_late = chunk.samples and chunk.sequence.grammar is not None
-                self._count(chunk.sequence, chunk.num_tokens - may_be_late)
-            self._pending.report_final(on_final)
+            self._count_chunks(schedule.chunks, on_final)
 
         # To call `on_kv_written` early, the runner waits for the device once more. That is worth it
         # only if a peer waits for the KV.
@@ -438,15 +466,65 @@ class Engine:
         self._grammars.start(sampler.grammars)
         logits = self._runner.forward(schedule.batch, on_kv_written if is_awaited else None)
         self._grammars.wait(wait_until)
-        sampler.skip_late()
-        sampled = sampler.run(self._runner, logits)
-        # Blocks that are freed below may be filled with a peer's KV, so the device must have
-        # finished this step. Sampling waits for the device. If no token was sampled, this code
-        # waits.
-        if logits.is_cuda and not sampled:
-            torch.cuda.current_stream(logits.device).synchronize()
+        sampled = self._sample(sampler, logits)
         if not is_awaited:
             on_kv_written()
+        self._take(sampled, schedule)
+
+    def _finish_ahead(self, step: LaunchedStep, on_final: OnFinal | None) -> None:
+        """Finishes a step that was launched ahead, without the sequences that have ended since."""
+        chunks = [
+            chunk
+            for chunk in step.schedule.chunks
+            if self._sequences.get(chunk.sequence.sequence_id) is chunk.sequence
+        ]
+        # A sequence to which the grammar has added forced tokens has more tokens to compute first.
+        chunks = [
+            c if c.sequence.num_missing_tokens == 1 else c._replace(samples=False) for c in chunks
+        ]
+        drawn = {chunk.sequence for chunk in chunks if chunk.samples}
+        sampler = StepSampler.of_ahead(step.schedule.chunks, drawn)
+        self._grammars.start(sampler.grammars)
+        self._grammars.wait(time.perf_counter() + MASK_WAIT_S)
+        sampled = self._sample(sampler, step.logits)
+        self._count_chunks(chunks, on_final)
+        self._take(sampled, step.schedule)
+
+    def _sample(self, sampler: StepSampler, logits: torch.Tensor) -> list[Sampled]:
+        """Samples the tokens of a step, and waits until the step has ended. Before the wait, the
+        next step is launched ahead, if that is possible."""
+        sampler.skip_late()
+        places = sampler.start(self._runner, logits)
+        schedule = None
+        if self._runner.launches_ahead and places and not sampler.needs_logits:
+            schedule = self._scheduler.schedule_ahead(places, self.max_model_len)
+        next_logits = None
+        if schedule is not None:
+            next_logits = self._runner.forward(schedule.batch, None)
+        sampled = sampler.finish(self._runner, logits)
+        # Blocks that are freed from here on may be filled with a peer's KV, so the device must have
+        # finished this step. If no token was sampled, nothing has waited for the device yet.
+        if not sampled:
+            self._runner.synchronize()
+        self._kv.free_deferred()
+        self._ahead = None
+        if schedule is not None and next_logits is not None:
+            self._kv.defer_frees()
+            self._ahead = LaunchedStep(schedule, next_logits, time.perf_counter())
+        return sampled
+
+    def _count_chunks(self, chunks: Iterable[Chunk], on_final: OnFinal | None) -> None:
+        """Counts the tokens of chunks as computed, except tokens that `_take` counts."""
+        for chunk in chunks:
+            self._scheduler.computed(chunk)
+            # If the grammar's mask is late, no token is sampled, and the last token is computed
+            # again in a later step. So the last token is not counted before sampling.
+            may_be_late = chunk.samples and chunk.sequence.grammar is not None
+            self._count(chunk.sequence, chunk.num_tokens - may_be_late)
+        self._pending.report_final(on_final)
+
+    def _take(self, sampled: Collection[Sampled], schedule: Schedule) -> None:
+        """Appends the sampled tokens to their sequences."""
         for sequence, _, _ in sampled:
             if sequence.grammar is not None:
                 self._count(sequence, 1)
@@ -480,7 +558,8 @@ class Engine:
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         sequence.store_full_blocks(self._kv)
-        self._scheduler.loads.use(sequence)
+        if sequence.num_used_blocks < sequence.num_stored_blocks:
+            self._scheduler.loads.use(sequence)
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """Removes a sequence from the engine and frees its blocks. No other function does this."""

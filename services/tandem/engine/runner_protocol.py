@@ -13,6 +13,13 @@ from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
 
+class DrawnTokens(Protocol):
+    """The tokens of a sampling that was started."""
+
+    def wait(self) -> list[int]:
+        """Waits until the tokens are on the host, and returns their ids."""
+
+
 class Runner(AdapterRunner, Protocol):
     """Runs the model for each step of an engine. Owns the model's weights and the KV pools."""
 
@@ -24,6 +31,9 @@ class Runner(AdapterRunner, Protocol):
     vocab_size: int  # token ids are less than this number
     tokens_per_step: int  # the default token budget of a step on this device
     why_no_budgets: str  # reason why sequences cannot have KV budgets; empty if they can
+    # True: `forward` may be called with a batch that is launched ahead (StepBatch.is_ahead). It
+    # pays if the host and the device work at the same time.
+    launches_ahead: bool
 
     kv: torch.Tensor  # all pools, one after the other; set by `allocate`
 
@@ -50,14 +60,18 @@ class Runner(AdapterRunner, Protocol):
         it is None, the device may still be computing when `forward` returns.
         """
 
-    def sample(
+    def start_sampling(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
-    ) -> list[int]:
+    ) -> DrawnTokens:
         """Samples one token for each of `rows` of `logits` [n, vocab], which are the logits of the
-        last step. Without `rows`, samples one for each row. Returns the token ids.
+        last step. Without `rows`, samples one for each row.
 
-        Waits for the device. The logits do not change.
+        The device may still be computing when this returns. The logits do not change. The tokens
+        must be waited for before the next sampling is started.
         """
+
+    def synchronize(self) -> None:
+        """Waits until the device has finished all steps, copies and samplings."""
 
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int

@@ -337,9 +337,25 @@ class Sequence:
         return self.num_computed_tokens >= self.num_prefill_tokens
 
     @property
+    def may_run_ahead(self) -> bool:
+        """True if the next token may be computed before it is known on the host, in a step that is
+        launched ahead (schedule_ahead, scheduler.py)."""
+        return self.spec.kv_budget is None and not self.needs_mask_first
+
+    def ends_with_next(self, max_model_len: int) -> bool:
+        """Returns whether the next token ends the sequence, whichever token it is."""
+        max_tokens = self.spec.sampling.max_tokens
+        num_tokens = len(self.token_ids) + 1
+        return num_tokens >= max_model_len or (
+            max_tokens is not None and num_tokens - self.spec.num_prompt_tokens >= max_tokens
+        )
+
+    @property
     def missing_span(self) -> tuple[int, int]:
         """The tokens that this engine must still prefill, as (number of these tokens, number of
         tokens before them in the sequence). Before admission this is an estimate."""
+        if self.status is Status.RUNNING and self.in_decode:  # most sequences, so this is first
+            return 0, 0
         awaits_prefix = (
             self.status is Status.WAITING_FOR_KV and self.mode is not Mode.WAITING_FOR_REMOTE_KV
         )
@@ -348,7 +364,7 @@ class Sequence:
         elif self.status is Status.WAITING or awaits_prefix:
             num_blocks = max(self.num_prefix_blocks, self.num_matched_blocks)
             context = num_blocks * self.block_size
-        elif self.status is Status.RUNNING and not self.in_decode:
+        elif self.status is Status.RUNNING:
             context = self.num_computed_tokens
         else:
             return 0, 0

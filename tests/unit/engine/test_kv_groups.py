@@ -73,13 +73,21 @@ class Pair(RuleBasedStateMachine):
         num_blocks=st.integers(8, 40),
         max_num_seqs=st.integers(1, 4),
         tokens=st.integers(1, 9),
+        launches_ahead=st.booleans(),
     )
     def start(
-        self, windows: Windows, block_size: int, num_blocks: int, max_num_seqs: int, tokens: int
+        self,
+        windows: Windows,
+        block_size: int,
+        num_blocks: int,
+        max_num_seqs: int,
+        tokens: int,
+        launches_ahead: bool,
     ) -> None:
         self.windows, self.tokens = windows, tokens
         self.here, self.runner = self._engine(block_size, num_blocks, max_num_seqs)
         self.there, self.far_runner = self._engine(block_size, num_blocks, max_num_seqs)
+        self.runner.launches_ahead = self.far_runner.launches_ahead = launches_ahead
         self.requests: dict[str, Request] = {}
         self.leases: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}  # of leases, which come from here

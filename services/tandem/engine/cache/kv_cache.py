@@ -343,6 +343,17 @@ class KvCache:
             ids[:] = [others.get(b, b) for b in ids]
         return True
 
+    def defer_frees(self) -> None:
+        """Keeps released blocks from pulls and loads until `free_deferred`, because a step in
+        flight may still use them."""
+        for pool in self.pools:
+            pool.defer_frees()
+
+    def free_deferred(self) -> None:
+        """Frees the blocks that were released since `defer_frees`."""
+        for pool in self.pools:
+            pool.free_deferred()
+
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """Frees these blocks if they are quarantined. No pull can write them any more."""
         for pool, blocks in zip(self.pools, self._by_group(block_ids), strict=True):

@@ -39,6 +39,7 @@ from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
+from tandem.engine.runner_protocol import DrawnTokens
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
@@ -71,6 +72,16 @@ _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 def _ignore(_: str) -> None:
     pass
+
+
+class HostTokens(NamedTuple):
+    """Sampled tokens that are on the host already."""
+
+    token_ids: list[int]
+
+    def wait(self) -> list[int]:
+        """Returns the token ids."""
+        return self.token_ids
 
 
 class LoadedAdapter(NamedTuple):
@@ -152,6 +163,9 @@ class ModelRunner:
             if kernels == "triton"
             else ""
         )
+        # On a CPU, the host's threads are the device, so there is nothing to overlap.
+        self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
+        self._drawn = HostTokens([])
         self._num_seqs_max = config.max_num_seqs
         self._gpu = GpuMemory(self.device, config) if self.device.type == "cuda" else None
         self._given_pool_bytes = 0
@@ -384,6 +398,8 @@ class ModelRunner:
         """Runs a step as described in runner_protocol.py. The logits are valid until the next
         step."""
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
+        if batch.is_ahead and self._triton is None:
+            batch = batch.with_tokens(self._drawn.token_ids)
         return self._last.forward(batch, self.pools, on_kv_written)
 
     def compute_share(self, sent: SentStep, numbers_address: int) -> None:
@@ -391,12 +407,20 @@ class ModelRunner:
         assert self.native is not None
         self.native.compute_share(sent, numbers_address, self.pools)
 
-    def sample(
+    def start_sampling(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
-    ) -> list[int]:
-        """Samples one token for each row of the last step's logits and returns the token ids. If
-        `rows` is given, samples only for these rows."""
-        return self._last.sample(logits, draws, rows)
+    ) -> DrawnTokens:
+        """Samples one token for each row of the last step's logits. If `rows` is given, samples
+        only for these rows."""
+        if self._triton is not None:
+            return self._triton.start_sampling(logits, draws, rows)
+        self._drawn = HostTokens(self._last.sample(logits, draws, rows))
+        return self._drawn
+
+    def synchronize(self) -> None:
+        """Waits until the device has finished all steps, copies and samplings."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int

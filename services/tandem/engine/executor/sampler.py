@@ -16,12 +16,14 @@ the chunk:
       probabilities are requested          log probability of token i + 1
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
 
-from tandem.engine.runner_protocol import Runner
+from tandem.engine.runner_protocol import DrawnTokens, Runner
 from tandem.engine.scheduler.schedule import Chunk
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import TokenLogprobs
@@ -61,14 +63,20 @@ def next_draw(sequence: Sequence) -> Draw:
     )
 
 
+# The draw of a row whose token is not used: the cheapest one.
+_UNUSED = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+
+
 class StepSampler:
-    """Samples the tokens of one step. Must be created before the step runs, because the step
-    changes `num_computed_tokens` of the sequences."""
+    """Samples the tokens of one step. Must be created before the tokens of the step count as
+    computed."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         # The sequences whose next token is sampled, each with the row of logits for this token.
         self._drawn: list[tuple[Sequence, int]] = []
         self._prompts: list[tuple[Sequence, _Wanted]] = []
+        self._tokens: DrawnTokens | None = None
+        self._places: list[int] = []  # the place of each drawn token among the sampled tokens
         num_rows = 0
         for chunk in chunks:
             sequence = chunk.sequence
@@ -81,6 +89,17 @@ class StepSampler:
                 self._drawn.append((sequence, num_rows - 1))
         self._num_rows = num_rows
 
+    @classmethod
+    def of_ahead(cls, chunks: Iterable[Chunk], live: Collection[Sequence]) -> StepSampler:
+        """Returns the sampler of a step that was launched ahead. Each chunk has one row of logits.
+        Only the tokens of the sequences in `live` are sampled."""
+        sampler = cls([])
+        for row, chunk in enumerate(chunks):
+            sampler._num_rows = row + 1
+            if chunk.sequence in live:
+                sampler._drawn.append((chunk.sequence, row))
+        return sampler
+
     @property
     def grammars(self) -> list[GrammarMatcher]:
         """The grammar matchers of the sequences whose next token is sampled in this step."""
@@ -90,15 +109,36 @@ class StepSampler:
         """Samples no token in this step for the sequences whose grammar masks are not ready."""
         self._drawn = [drawn for drawn in self._drawn if not drawn[0].awaits_mask]
 
-    def run(self, runner: Runner, logits: torch.Tensor) -> list[Sampled]:
-        """Samples the next tokens and returns them with their log probabilities. Stores the log
-        probabilities of prompts, and embeddings, in the sequences."""
-        token_ids: list[int] = []
-        if self._drawn:
-            rows = [row for _, row in self._drawn]
-            draws = [next_draw(sequence) for sequence, _ in self._drawn]
-            some = rows if len(rows) < self._num_rows else None
-            token_ids = runner.sample(logits, draws, some)
+    @property
+    def needs_logits(self) -> bool:
+        """True if `finish` still reads the logits or hidden states of the step."""
+        return bool(self._prompts) or any(
+            sequence.spec.sampling.logprobs is not None or sequence.wants_embedding
+            for sequence, _ in self._drawn
+        )
+
+    def start(self, runner: Runner, logits: torch.Tensor) -> dict[str, int]:
+        """Starts to sample the next tokens. Maps the id of each sequence whose token is sampled to
+        the token's place among the sampled tokens."""
+        rows = [row for _, row in self._drawn]
+        draws = [next_draw(sequence) for sequence, _ in self._drawn]
+        if self._prompts and draws:
+            self._places = list(range(len(rows)))
+            self._tokens = runner.start_sampling(logits, draws, rows)
+        elif draws:
+            # A token for each row, because selecting rows on a device takes longer.
+            self._places = rows
+            by_row = dict(zip(rows, draws, strict=True))
+            all_draws = [by_row.get(row, _UNUSED) for row in range(self._num_rows)]
+            self._tokens = runner.start_sampling(logits, all_draws)
+        names = (sequence.sequence_id for sequence, _ in self._drawn)
+        return dict(zip(names, self._places, strict=True))
+
+    def finish(self, runner: Runner, logits: torch.Tensor) -> list[Sampled]:
+        """Waits for the sampled tokens and returns them with their log probabilities. Stores the
+        log probabilities of prompts, and embeddings, in the sequences."""
+        tokens = self._tokens.wait() if self._tokens is not None else []
+        token_ids = [tokens[place] for place in self._places]
         drawn: list[TokenLogprobs | None] = [None] * len(token_ids)
         wanted = [one for _, one in self._prompts]
         places = []

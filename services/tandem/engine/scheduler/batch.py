@@ -24,7 +24,9 @@ class SequenceSlice(NamedTuple):
     """The tokens of one sequence that a step computes. It is a tuple for speed, because each step
     makes one for every sequence."""
 
-    token_ids: list[int]  # the `num_tokens` token ids that this step computes
+    # The `num_tokens` token ids that this step computes. In a batch that is launched ahead, -1 - i
+    # stands for token i of the sampling that was started last.
+    token_ids: list[int]
     context_len: int  # number of the sequence's tokens in the KV pool after this step
     # Ids of the sequence's blocks in the first KV group's pool, for at least `context_len` tokens.
     # The step ignores entries whose tokens are before the window or hidden by `visible`.
@@ -62,10 +64,22 @@ class SequenceSlice(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     slices: list[SequenceSlice]
+    # True: the batch is launched before the tokens of the step before are known, so some token ids
+    # of its slices are negative.
+    is_ahead: bool = False
 
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.slices)
+
+    def with_tokens(self, drawn: Sequence[int]) -> StepBatch:
+        """Returns the batch with the tokens of the last sampling in place of negative token ids."""
+        return StepBatch(
+            [
+                s._replace(token_ids=[t if t >= 0 else drawn[-1 - t] for t in s.token_ids])
+                for s in self.slices
+            ]
+        )
 
     @property
     def has_adapters(self) -> bool:

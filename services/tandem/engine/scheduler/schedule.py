@@ -20,6 +20,9 @@ class Chunk(NamedTuple):
     # True: the chunk ends with the sequence's last token, so the next token is sampled.
     samples: bool
     all_logits: bool  # True: the logits of all tokens in the chunk are needed
+    # In a step that is launched ahead: the place of the chunk's token among the tokens that the
+    # step before samples. None: the chunk's tokens are known.
+    place: int | None = None
 
     @property
     def slice(self) -> SequenceSlice:
@@ -27,6 +30,15 @@ class Chunk(NamedTuple):
         budget = sequence.spec.kv_budget
         tables = sequence.tables.ids
         hitters = sequence.tables.hitters
+        if self.place is not None:
+            return SequenceSlice(
+                token_ids=[-1 - self.place],
+                context_len=sequence.num_tokens + 1,
+                block_table=tables[0],
+                other_tables=tables[1:],
+                wants_logits=True,
+                adapter=digest_of(sequence.spec.adapter),
+            )
         start = sequence.num_computed_tokens
         end = start + self.num_tokens
         if hitters is not None:
@@ -65,9 +77,11 @@ class Schedule:
     # number of tokens whose logits are needed for log probabilities of prompts
     num_prompt_logits: int = 0
 
+    is_ahead: bool = False  # True: planned before the tokens of the step before are known
+
     @property
     def batch(self) -> StepBatch:
-        return StepBatch([chunk.slice for chunk in self.chunks])
+        return StepBatch([chunk.slice for chunk in self.chunks], self.is_ahead)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         samples = num_tokens == sequence.num_missing_tokens
@@ -82,6 +96,15 @@ class Schedule:
         else:
             self.work.prefill_tokens += num_tokens
             self.work.prefill_contexts += contexts
+
+    def add_ahead(self, sequence: Sequence, place: int | None) -> None:
+        """Adds the next token of a decoding sequence to a step that is launched ahead. `place` is
+        that of `Chunk`."""
+        self.chunks.append(Chunk(sequence, 1, True, False, place))
+        self.work.decode_tokens += 1
+        # All known tokens are computed when the step starts. The last one is computed by the step
+        # itself if it is known.
+        self.work.decode_contexts += sequence.num_tokens - (place is None)
 
     def evict(self) -> None:
         """For each sequence whose KV budget keeps heavy hitters, evicts the blocks with the least

@@ -27,11 +27,16 @@ there is no younger sequence, it preempts itself. Waiting sequences are admitted
 admitted sequence produces at least one token before it can need another block. So the oldest
 sequence advances with each of its admissions. It can only wait for blocks that are leased to peers
 or awaited from them, and leases have deadlines.
+
+Launched ahead: on a GPU, the engine launches a decode step before the tokens of the step before are
+known, so that the GPU does not wait for the host. Such a step has no chunk of a prompt and needs no
+preemption. Its only uncertainty is which sequences end: the step computes one token too many for
+each sequence that ends with a stop token, and the engine drops these tokens.
 """
 
 import time
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 
 from tandem.common.perf_model.predict import beside_decode
@@ -200,9 +205,61 @@ class Scheduler:
             self._admit(schedule)
         for chunk in schedule.chunks:
             chunk.sequence.is_begun = True
+        self._have_waited()
+        return schedule
+
+    def admit(self) -> Schedule:
+        """Admits sequences while a step that was launched ahead is computed. The chunks of the
+        result are not computed; a later plan has them again."""
+        schedule = Schedule()
+        self._admit(schedule)
+        self._have_waited()
+        return schedule
+
+    def schedule_ahead(self, places: Mapping[str, int], max_model_len: int) -> Schedule | None:
+        """Plans the next decode step before the tokens of the current step are known.
+
+        `places` maps the id of each sequence whose next token is being sampled to the token's place
+        among the sampled tokens. Returns None if the next step cannot be planned yet: it would
+        compute a prompt, admit or preempt a sequence, or depends on the tokens.
+        """
+        if self.loads.has_work(self.loading):
+            return None
+        schedule = Schedule(is_ahead=True)
+        tokens_max = min(self._max_num_seqs, self._max_tokens_per_step)
+        for sequence in self.running:
+            place = places.get(sequence.sequence_id)
+            if place is None and sequence.awaits_mask:
+                continue
+            if place is None and not (sequence.in_decode and sequence.num_missing_tokens == 1):
+                return None
+            if sequence.mode is Mode.PREFILL_ONLY:
+                continue  # another worker decodes it
+            if place is not None and sequence.ends_with_next(max_model_len):
+                if self.waiting:
+                    return None  # a waiting sequence may take the place of this one
+                continue
+            num_tokens = len(sequence.token_ids) + (place is not None)
+            if (
+                not sequence.may_run_ahead
+                or len(schedule.chunks) >= tokens_max
+                or not (
+                    self._has_room(sequence, num_tokens)
+                    or self._kv.extend(sequence.tables, num_tokens) == num_tokens
+                )
+            ):
+                return None
+            schedule.add_ahead(sequence, place)
+        if not schedule.chunks:
+            return None
+        oldest = self._next_waiting()
+        if oldest is not None and self._find_start(oldest, schedule) is not None:
+            return None
+        return schedule
+
+    def _have_waited(self) -> None:
         for sequence in (*self.waiting, *self.running):
             sequence.has_waited = True
-        return schedule
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
         """Raises AssertionError if a queue does not have exactly the sequences with its status, if
@@ -474,11 +531,7 @@ class Scheduler:
         Returns False if the sequence itself was preempted, because there was no younger one.
         """
         num_tokens = sequence.num_tokens
-        # Fast path for models with one KV group: in most steps the last block still has room.
-        if (
-            not self._kv.has_windows
-            and len(sequence.block_table) * sequence.block_size >= num_tokens
-        ):
+        if self._has_room(sequence, num_tokens):
             return True
         while self._kv.extend(sequence.tables, num_tokens) < num_tokens:
             victim = next(
@@ -488,6 +541,12 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """A fast test whether the blocks of a sequence have room for so many tokens, for models
+        with one KV group: in most steps the last block has room."""
+        table = sequence.tables.ids[0]
+        return not self._kv.has_windows and len(table) * sequence.block_size >= num_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
         self.withdraw(sequence)

@@ -36,6 +36,7 @@ class Machine(EngineMachine):
         num_blocks=st.integers(2, 12),
         max_num_seqs=st.integers(1, 4),
         max_tokens_per_step=st.integers(1, 9),
+        launches_ahead=st.booleans(),
         policy=st.sampled_from(["lru", "prefix", "priority", "value"]),
         block_s=st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0]),
         pin_share=st.sampled_from([0.0, 0.5, 1.0]),

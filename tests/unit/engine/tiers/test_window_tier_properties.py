@@ -38,6 +38,7 @@ class TieredPair(test_kv_groups.Pair):
         num_blocks=st.integers(8, 24),
         max_num_seqs=st.integers(1, 4),
         tokens=st.integers(1, 9),
+        launches_ahead=st.booleans(),
         host_tokens=st.sampled_from([30, 60, 200]),
         has_disk=st.booleans(),
         policy=st.sampled_from(["lru", "prefix", "priority", "value"]),

@@ -11,6 +11,7 @@ states:
       |                 ^------- reserve ---------'|
       '---------- evict or drop, leaf first -------'
     USED --quarantine--> QUARANTINED --unquarantine--> FREE     (a pull or load may still write it)
+    USED --release after `defer_frees`--> DEFERRED --free_deferred--> FREE  (a step still uses it)
     CACHED --evicted while a tier copies it--> LEAVING --end_write--> FREE
 
 A leaf is a hashed block without hashed children. A hashed block never changes, so a tier
@@ -69,6 +70,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._by_hash: dict[bytes, int] = {}
         self._quarantined: set[int] = set()
+        self._deferred: list[int] | None = None  # None: released blocks become FREE at once
         self._leaving: set[int] = set()
         # Ids of the hashed blocks with Copy.NONE, in the order in which they were stored or last
         # used.
@@ -160,6 +162,18 @@ class BlockPool:
         self._clock += 1
         for block_id in reversed(block_table):
             self._drop_reference(block_id, self._clock)
+
+    def defer_frees(self) -> None:
+        """From now on, blocks without a hash that lose their last reference do not become FREE
+        before `free_deferred`. A step in flight may still read or write them, and a pull or a load
+        from a tier does not wait for the step."""
+        assert self._deferred is None
+        self._deferred = []
+
+    def free_deferred(self) -> None:
+        """Frees the blocks that were released since `defer_frees`, because the step has ended."""
+        self._free += self._deferred or ()
+        self._deferred = None
 
     def pin(self, tenant: bytes, weight: int, chain: Sequence[bytes], until: float) -> int:
         """Pins the blocks of a chain of block hashes, so that they are evicted last (`Pins.pin`).
@@ -371,7 +385,7 @@ class BlockPool:
         if block.num_references:
             return
         if block.block_hash is None:
-            self._free.append(block_id)
+            (self._free if self._deferred is None else self._deferred).append(block_id)
             return
         block.last_used = last_used
         self._cached.add(block_id)
@@ -435,12 +449,13 @@ class BlockPool:
             assert self._blocks[block_id].is_pinned is is_pinned, f"the pin of {block_id}"
         unwritten = {i for i, b in enumerate(self._blocks) if b.block_hash and b.copy is Copy.NONE}
         assert self._unwritten.keys() == unwritten, "what has no copy is not what is to be written"
-        states = [*self._free, *self._quarantined, *self._leaving, *cached, *expected]
+        deferred = self._deferred or ()
+        states = [*self._free, *self._quarantined, *self._leaving, *deferred, *cached, *expected]
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert len(states) == len(set(states)) == self.num_blocks, (
             f"free {self.num_free} + used {len(expected)} + cached {len(cached)} + quarantined "
-            f"{self.num_quarantined} + leaving {self.num_leaving} is not {self.num_blocks}, or a "
-            "block is in two states"
+            f"{self.num_quarantined} + leaving {self.num_leaving} + deferred {len(deferred)} is "
+            f"not {self.num_blocks}, or a block is in two states"
         )
 
 

@@ -139,8 +139,9 @@ def _in_order(batch: StepBatch) -> list[SequenceSlice]:
 class DecodeRows:
     """Writes the inputs of decode steps with a fixed number of rows, always to the same array.
 
-    Most of the array is block tables, which rarely change from step to step. So only the entries of
-    block tables that differ from the previous step are written.
+    Most of the array is block tables, which rarely change from step to step. A sequence keeps its
+    row as long as it is in the steps, and only the entries of block tables that differ from the
+    previous step are written. Rows of logits are in the order of the slices.
     """
 
     def __init__(self, array: torch.Tensor, shape: StepShape) -> None:
@@ -148,32 +149,63 @@ class DecodeRows:
         assert shape.num_chunks == 0
         assert shape.num_logits == shape.num_tokens == shape.num_seqs
         self._views = StepViews.of(array, shape)
-        self._views.logit_rows.copy_(torch.arange(shape.num_seqs))
         self._views.query_starts.zero_()
         self._views.block_tables.zero_()
         self._tables = self._views.block_tables.numpy()
         self._known: list[list[list[int]]] = [
             [[] for _ in range(shape.num_seqs)] for _ in range(shape.num_groups)
         ]
+        # The row of each sequence of the last step. A sequence is named by the identity of its
+        # block table. If another sequence gets the same identity, `write` finds the differences.
+        self._rows: dict[int, int] = {}
 
-    def write(self, slices: Sequence[SequenceSlice], block_size: int) -> None:
-        views = self._views
-        num_pad = views.shape.num_seqs - len(slices)
+    def write(
+        self, slices: Sequence[SequenceSlice], block_size: int
+    ) -> list[tuple[int, int, int, int]]:
+        """Writes the inputs of a step. Returns the ranges of the block tables that were written, as
+        (group, row, first entry, end). All other parts of the array are written each time."""
+        rows = self._rows_of(slices)
         places = [piece.context_len - 1 for piece in slices]
-        views.token_ids.numpy()[:] = [piece.token_ids[0] for piece in slices] + [0] * num_pad
-        views.positions.numpy()[:] = places + [0] * num_pad
-        views.context_lens.numpy()[:] = [piece.context_len for piece in slices] + [0] * num_pad
+        views = self._views
+        for part, values in (
+            (views.token_ids, [piece.token_ids[0] for piece in slices]),
+            (views.positions, places),
+            (views.context_lens, [piece.context_len for piece in slices]),
+        ):
+            numbers = part.numpy()
+            numbers[:] = 0
+            numbers[rows] = values
+        logit_rows = views.logit_rows.numpy()
+        logit_rows[:] = 0
+        logit_rows[: len(rows)] = rows
+        changed = []
         slots = views.slots.numpy()
+        slots[:] = -1
         for group in range(views.shape.num_groups):
-            slots[group] = [
-                piece.block_tables[group][place // block_size] * block_size + place % block_size
-                for piece, place in zip(slices, places, strict=True)
-            ] + [-1] * num_pad
-            for row, piece in enumerate(slices):
+            tables = [piece.block_tables[group] for piece in slices]
+            slots[group, rows] = [
+                table[place // block_size] * block_size + place % block_size
+                for table, place in zip(tables, places, strict=True)
+            ]
+            for row, table in zip(rows, tables, strict=True):
                 known = self._known[group][row]
-                table = piece.block_tables[group]
-                if len(table) < len(known) or table[: len(known)] != known:
+                if table == known:
+                    continue
+                if table[: len(known)] != known:
                     known.clear()
-                if len(table) > len(known):
-                    self._tables[group, row, len(known) : len(table)] = table[len(known) :]
-                    known += table[len(known) :]
+                first = len(known)
+                known += table[first:]
+                self._tables[group, row, first : len(known)] = known[first:]
+                changed.append((group, row, first, len(known)))
+        return changed
+
+    def _rows_of(self, slices: Sequence[SequenceSlice]) -> list[int]:
+        """Returns a row for each slice: that of the step before if it had one, or else a free
+        one."""
+        before = self._rows
+        names = [id(piece.block_table) for piece in slices]
+        kept = {before[name] for name in names if name in before}
+        free = (row for row in range(self._views.shape.num_seqs) if row not in kept)
+        rows = [before[name] if name in before else next(free) for name in names]
+        self._rows = dict(zip(names, rows, strict=True))
+        return rows

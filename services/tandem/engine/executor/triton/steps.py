@@ -2,6 +2,7 @@
 replays a recorded CUDA graph. For other steps, the host launches each kernel."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +19,21 @@ from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.logprobs import logprobs
-from tandem_kernels.triton.sampling import sample
+from tandem_kernels.triton.sampling import launch, take_drawn
+
+
+class DeviceTokens(NamedTuple):
+    """The tokens of a sampling that the device may still compute."""
+
+    on_host: torch.Tensor  # int64 [n], valid after `copied` and until the next sampling
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> list[int]:
+        """Waits until the tokens are on the host, and returns their ids."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        token_ids: list[int] = self.on_host.tolist()
+        return token_ids
 
 
 class TritonSteps:
@@ -39,7 +54,12 @@ class TritonSteps:
         self._max_model_len = max_model_len
         self._step_tokens = step_tokens
         self._pools: Sequence[KvPool] | None = None
-        self._adapters = TritonAdapters(weights.embedding.device)
+        device = weights.embedding.device
+        self._adapters = TritonAdapters(device)
+        is_cuda = device.type == "cuda"
+        # The tokens of the last sampling. A step that is launched ahead takes its tokens from here.
+        self._drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._drawn_on_host = torch.zeros(max_num_seqs, dtype=torch.int64, pin_memory=is_cuda)
 
     def add_adapter(self, weights: LoraWeights) -> None:
         """Makes an adapter available to later steps. A step names an adapter by the adapter's
@@ -68,7 +88,7 @@ class TritonSteps:
         num_blocks = min(pool.layout.num_blocks for pool in pools)
         self._pools = pools
         self._graphs = DecodeGraphs(
-            lambda views: self._decoder.forward(views, pools),
+            lambda views: self._forward_ahead(views, pools),
             num_seqs_max=self._max_num_seqs,
             max_model_len=self._max_model_len,
             block_size=block_size,
@@ -88,7 +108,7 @@ class TritonSteps:
                 [0] * chunk.num_tokens, chunk.context_len, blocks, True, other_tables=others
             )
             logits, _ = self._run_mixed(StepBatch([piece]), pools, wants_event=False)
-        sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
+        self.sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
         for pool in pools:
             pool.memory.zero_()
 
@@ -97,14 +117,24 @@ class TritonSteps:
         self._pools = None
         del self._graphs
 
+    @torch.inference_mode()
+    def start_sampling(
+        self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
+    ) -> DeviceTokens:
+        """Samples tokens as `Runner.start_sampling` does."""
+        if rows is not None:
+            logits = logits[rows]
+        size = len(draws)
+        launch(logits, draws, out=self._drawn[:size])
+        on_host = self._drawn_on_host[:size]
+        on_host.copy_(self._drawn[:size], non_blocking=True)
+        return DeviceTokens(on_host, _recorded_event(logits.device))
+
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """Samples tokens as `Runner.sample` does."""
-        if rows is not None:
-            logits = logits[rows]
-        token_ids: list[int] = sample(logits, draws).tolist()
-        return token_ids
+        """Samples tokens as `start_sampling` does, and waits for them."""
+        return self.start_sampling(logits, draws, rows).wait()
 
     logprobs = staticmethod(logprobs)
 
@@ -143,6 +173,10 @@ class TritonSteps:
             on_kv_written()
         return logits
 
+    def _forward_ahead(self, views: StepViews, pools: Sequence[KvPool]) -> torch.Tensor:
+        take_drawn(views.token_ids, self._drawn)
+        return self._decoder.forward(views, pools)
+
     def _run_mixed(
         self, batch: StepBatch, pools: Sequence[KvPool], *, wants_event: bool
     ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -152,8 +186,11 @@ class TritonSteps:
         if device.type == "cuda":
             array = array.pin_memory().to(device, non_blocking=True)
         written: list[torch.cuda.Event | None] = []
+        views = StepViews.of(array, host.shape)
+        if batch.is_ahead:
+            take_drawn(views.token_ids, self._drawn)
         logits = self._decoder.forward(
-            StepViews.of(array, host.shape),
+            views,
             pools,
             lambda: written.append(_recorded_event(device) if wants_event else None),
             self._adapters.of_step(adapted_rows(batch)),

@@ -190,17 +190,34 @@ def test_rows_of_a_decode_step_follow_their_tables() -> None:
     array = torch.full((sum(shape.sizes),), 77, dtype=torch.int32)
     rows = DecodeRows(array, shape)
     tables = [[5, 6], [8]]
-    for _ in range(2):
-        slices = [SequenceSlice([1], 8 * len(t), t, True) for t in tables]
-        rows.write(slices, 8)
-        views = StepViews.of(array, shape)
-        for row, table in enumerate(tables):
+    views = StepViews.of(array, shape)
+
+    def write() -> list[tuple[int, int, int, int]]:
+        slices = [SequenceSlice([10 + i], 8 * len(t), t, True) for i, t in enumerate(tables)]
+        changed = rows.write(slices, 8)
+        used = views.logit_rows[: len(tables)].tolist()
+        for i, (row, table) in enumerate(zip(used, tables, strict=True)):
             assert views.block_tables[0, row, : len(table)].tolist() == table
-        assert views.slots[0].tolist() == [t[-1] * 8 + 7 for t in tables] + [-1] * (3 - len(tables))
-        assert views.context_lens.tolist() == [8 * len(t) for t in tables] + [0] * (3 - len(tables))
-        tables[0][0] = 4  # a twin took its place
-        tables[0].append(9)
-        tables[1] = [2, 3]
+            assert views.token_ids[row] == 10 + i
+            assert views.slots[0, row] == table[-1] * 8 + 7
+            assert views.context_lens[row] == 8 * len(table)
+        for row in {0, 1, 2} - set(used):
+            assert (views.slots[0, row], views.context_lens[row]) == (-1, 0)
+        return changed
+
+    assert write() == [(0, 0, 0, 2), (0, 1, 0, 1)]
+    assert write() == []
+    tables[0][0] = 4  # a twin took its place
+    tables[0].append(9)
+    tables[1] = [2, 3]  # of another sequence
+    assert write() == [(0, 0, 0, 3), (0, 1, 0, 2)]
+    tables[0].append(1)
+    assert write() == [(0, 0, 3, 4)]
+    kept = tables.pop()  # and the first sequence ends
+    row = int(views.logit_rows[1])
+    tables[:] = [kept]
+    assert write() == []
+    assert views.logit_rows[0] == row
 
 
 def test_buckets_end_with_the_maximum() -> None:
