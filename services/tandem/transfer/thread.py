@@ -33,7 +33,7 @@ from tandem.transfer.nixl.producer import readable_agent
 from tandem.transfer.nixl.reach import host_identity
 from tandem.transfer.nixl.ucx_mode import UcxMode
 from tandem.transfer.reads import messages
-from tandem.transfer.reads.block_reader import BlockReader
+from tandem.transfer.reads.block_reader import POLL_S_MIN, BlockReader
 from tandem.transfer.reads.piece_size import CUDA_IPC_BYTES, FIRST_BYTES, device_bytes
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class TransferThread:
                 lambda number: CudaIpcAgent(device),
                 quarantine_blocks_max=config.quarantine_blocks_max,
                 first_piece_bytes=CUDA_IPC_BYTES,
+                poll_s_max=POLL_S_MIN,  # most copies take less than a millisecond
                 delay_s=config.delay_s,
             )
         self._producer: NixlAgent | None = None

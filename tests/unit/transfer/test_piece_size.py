@@ -52,4 +52,4 @@ def test_pieces_between_gpus_are_larger_unless_one_pull_would_fill_the_quarantin
 
 
 def test_a_piece_over_cuda_ipc_keeps_its_size() -> None:
-    assert PieceSize(CUDA_IPC_BYTES).num_bytes == CUDA_IPC_BYTES == 256 * MIB
+    assert PieceSize(CUDA_IPC_BYTES).num_bytes == CUDA_IPC_BYTES == 1024 * MIB

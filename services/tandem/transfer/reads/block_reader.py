@@ -56,9 +56,9 @@ GRACE_S = 0.5
 PATIENCE_S = 10.0
 # `failure` returns an error message if creating a new agent has failed for this many seconds.
 RECOVER_S = 10.0
-_BACKOFF_MIN_S = 50e-6
-_BACKOFF_MAX_S = 1e-3
-_BACKOFF_FENCED_S = 10e-3  # polling interval if there are abandoned reads but no pulls
+POLL_S_MIN = 50e-6
+POLL_S_MAX = 1e-3
+_POLL_FENCED_S = 10e-3  # polling interval if there are abandoned reads but no pulls
 
 
 def _nothing() -> None:
@@ -81,14 +81,16 @@ class BlockReader:
         *,
         quarantine_blocks_max: int,
         first_piece_bytes: int = FIRST_BYTES,
+        poll_s_max: float = POLL_S_MAX,
         delay_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         finish_copies: Callable[[], object] = _nothing,
     ) -> None:
         """`make_agent` creates an agent; its argument says how many were created before. It raises
-        TandemError. `finish_copies` waits until the pool's device has run all copies that it has
-        queued. `delay_s` is for tests: a pull becomes DONE at the earliest this many seconds after
-        its start."""
+        TandemError. While no read ends, the time between two polls grows up to `poll_s_max`.
+        `finish_copies` waits until the pool's device has run all copies that it has queued.
+        `delay_s` is for tests: a pull becomes DONE at the earliest this many seconds after its
+        start."""
         self._pool = pool
         self._spans = pool.layout.spans
         self._scratch_memory: ctypes.Array[ctypes.c_char] | None = None
@@ -116,7 +118,7 @@ class BlockReader:
         self._abandoned: dict[int, tuple[str, Read]] = {}
         self._results: list[PullResult] = []
         self._unfenced: list[int] = []
-        self._backoff = Backoff(doubling(_BACKOFF_MIN_S, _BACKOFF_MAX_S))
+        self._backoff = Backoff(doubling(POLL_S_MIN, poll_s_max))
         self._backoff_s = 0.0
         self._piece_size = PieceSize(first_piece_bytes)
         # None if the last attempt to create an agent succeeded. Otherwise, for the failures since
@@ -221,7 +223,7 @@ class BlockReader:
             return 0.0
         if self._pulls:
             return self._backoff_s
-        return _BACKOFF_FENCED_S if self._fence.holds_reads else None
+        return _POLL_FENCED_S if self._fence.holds_reads else None
 
     def cancel(self, pull_id: str) -> None:
         """Ends a pull in the state FAILED, unless the pull has already ended."""

@@ -17,9 +17,10 @@ PIECE_S = 0.005
 # started.
 READS_MAX = 2
 FIRST_BYTES = 16 << 20
-# Size of a piece over CUDA IPC. At 2 TB/s within one GPU, copying it takes 0.13 ms, longer than the
-# host needs to queue the next one; at 25 GB/s between GPUs, 11 ms, for which other pulls wait.
-CUDA_IPC_BYTES = 256 << 20
+# Size of a piece over CUDA IPC. A worker seldom has as many bytes of pulls under way, so most pulls
+# are one piece, which the host queues once. At 25 GB/s between two GPUs, it takes 43 ms. A copy
+# always ends, even if its peer was killed, so its blocks are not fenced for longer.
+CUDA_IPC_BYTES = 1 << 30
 _BYTES_MIN = 1 << 20
 _BYTES_MAX = 64 << 20
 _WEIGHT = 0.2  # weight of the newest measurement in the moving average of the copy speed
