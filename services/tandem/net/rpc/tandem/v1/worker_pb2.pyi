@@ -712,7 +712,7 @@ class HostIdentity(_message.Message):
     def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., uid: _Optional[int] = ..., cma: bool = ..., rdma: bool = ..., ipc_namespace: _Optional[str] = ..., tcp: bool = ..., gpus: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("worker_id", "epoch", "compatibility", "transports", "nixl_metadata", "pool", "host")
+    __slots__ = ("worker_id", "epoch", "compatibility", "transports", "nixl_metadata", "pool", "host", "cuda_ipc_metadata")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
@@ -720,6 +720,7 @@ class ConnectResponse(_message.Message):
     NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    CUDA_IPC_METADATA_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     compatibility: KvCompatibility
@@ -727,7 +728,8 @@ class ConnectResponse(_message.Message):
     nixl_metadata: bytes
     pool: bytes
     host: HostIdentity
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., compatibility: _Optional[_Union[KvCompatibility, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., pool: _Optional[bytes] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ...) -> None: ...
+    cuda_ipc_metadata: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., compatibility: _Optional[_Union[KvCompatibility, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., pool: _Optional[bytes] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ..., cuda_ipc_metadata: _Optional[bytes] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)
