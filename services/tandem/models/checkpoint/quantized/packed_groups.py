@@ -1,43 +1,50 @@
-"""Group-quantized integer matrices in the format of the torch and Triton kernels.
+"""Group-quantized matrices in the format of the torch and Triton kernels.
 
     weight = (number - zero) * scale + min
 
-Each weight is stored as an integer, the number. A group of inputs shares a scale, and optionally a
+Each weight is stored as a number of 4 or 8 bits. A group of inputs shares a scale, and optionally a
 zero point and a minimum. Scales are converted to 16 bits only if all scales stay exactly the same.
 So each weight is equal to the weight in the checkpoint.
+
+The values of groups, such as scales, are [out, groups] tensors that are stored column by column:
+the values of consecutive outputs are consecutive in memory, as the Triton kernels read them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from tandem.models.gguf.tensors import GgufBlocks
+from tandem_kernels.blocks import e2m1, split
 
-BLOCK = 32  # number of inputs in a GGUF block
-# Maximum number of weights that a CPU dequantizes in one pass, to limit temporary memory. It
-# applies only if the inputs of a group are not consecutive.
-_SHUFFLED_AT_ONCE = 1 << 16
+# Number of inputs of a block. Byte i of a block of 4-bit numbers has number i in the low nibble,
+# and number i + 16 in the high nibble, as in GGUF's blocks.
+BLOCK = 32
 _SCALE_TYPES = (torch.float16, torch.bfloat16)
-# GGUF block type -> sizes in bytes of the fields before a block's weights: the scale, and the
-# minimum if the type has one.
-_PARTS = {"Q8_0": (2,), "Q4_0": (2,), "Q4_1": (2, 2)}
+# The fields with the values of groups and blocks.
+_OF_GROUPS = ("scales", "zeros", "mins", "block_scales", "block_mins")
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
     """A group-quantized matrix [out, in]."""
 
-    # 4-bit numbers: uint8 [out, in / 2], with input 2 * i in the low nibble of byte i, and input
-    # 2 * i + 1 in the high nibble. 8-bit numbers: int8 [out, in].
+    # 4-bit numbers: uint8 [out, in / 2], in blocks of 32 inputs (`BLOCK`). 8-bit numbers: int8
+    # [out, in]. The 4-bit numbers are integers, or E2M1 if the scales are float8_e8m0fnu (MXFP4).
     data: torch.Tensor
-    scales: torch.Tensor  # [out, groups]
+    scales: torch.Tensor  # [out, groups]; integers if there are `block_scales`
     zeros: torch.Tensor | None = None  # uint8 [out, groups]; None: all zero points are 0
-    mins: torch.Tensor | None = None  # [out, groups]; None: all minimums are 0
-    # [in]: for each input, the index of its group. None: all groups have the same size and consist
-    # of consecutive inputs.
-    group_of_input: torch.Tensor | None = None
+    mins: torch.Tensor | None = None  # [out, groups], like scales; None: all minimums are 0
+    # float16 [out, blocks]: factors of the scales and of the mins. A block has several consecutive
+    # groups. None: the factors are 1.
+    block_scales: torch.Tensor | None = None
+    block_mins: torch.Tensor | None = None
+    # int32 [in]: number p of a row is the weight of input order[p]. None: the numbers are in the
+    # order of the inputs.
+    order: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -46,38 +53,70 @@ class PackedGroups:
         scales: torch.Tensor,
         zeros: torch.Tensor | None = None,
         group_of_input: torch.Tensor | None = None,
-    ) -> PackedGroups:
+    ) -> PackedGroups | None:
         """Packs a matrix of numbers [out, in]: 4-bit numbers in uint8, or int8 numbers. `scales`
-        and `zeros` have one value per group, one per row, or one for the whole matrix."""
-        num_out = len(numbers)
+        and `zeros` have one value per group, one per row, or one for the whole matrix.
+
+        If `group_of_input` [in] has the group of each input, the inputs are sorted by group.
+        Returns None if the groups have different sizes.
+        """
+        num_out, num_in = numbers.shape
         scales = scales.expand(num_out, -1)
-        data = numbers
-        if numbers.dtype == torch.uint8:
-            data = numbers[:, 1::2] << 4
-            data |= numbers[:, ::2]
-        data = data.contiguous()
+        num_groups = scales.shape[1]
+        order = None
+        if group_of_input is not None:
+            sizes = group_of_input.bincount(minlength=num_groups)
+            if not bool((sizes == num_in // num_groups).all()):
+                return None
+            order = group_of_input.argsort(stable=True).int()
+            numbers = numbers[:, order]
         if zeros is not None:
-            zeros = zeros.expand(num_out, scales.shape[1]).contiguous()
-        return cls(data, _narrowed(scales).contiguous(), zeros, None, group_of_input)
+            zeros = by_columns(zeros.expand(scales.shape))
+        return cls(_packed(numbers), by_columns(_narrowed(scales)), zeros, order=order)
 
     @classmethod
-    def of_blocks(cls, blocks: GgufBlocks) -> PackedGroups | None:
-        """Converts GGUF blocks of type Q8_0, Q4_0 or Q4_1 without a change of values. Returns None
-        for other block types."""
-        parts = _PARTS.get(blocks.type.name)
-        if parts is None:
-            return None
-        num_out, num_in = blocks.shape
-        rows = blocks.rows().view(num_out, num_in // BLOCK, -1)
-        scales, *mins, packed = torch.split(rows, [*parts, rows.shape[-1] - sum(parts)], -1)
-        halves = [part.contiguous().view(torch.float16).squeeze(-1) for part in (scales, *mins)]
-        if blocks.type.name == "Q8_0":
-            numbers = packed.reshape(num_out, num_in).view(torch.int8)
-            return cls(numbers, halves[0])
-        numbers = torch.cat((packed & 15, packed >> 4), -1).flatten(1)
-        data = numbers[:, ::2] | numbers[:, 1::2] << 4
-        zeros = None if mins else torch.full_like(halves[0], 8, dtype=torch.uint8)
-        return cls(data, halves[0], zeros, *halves[1:])
+    def of_blocks(cls, blocks: GgufBlocks) -> PackedGroups:
+        """Converts quantized GGUF blocks [..., out, in] without a change of values. The rows of
+        several matrices follow one another."""
+        parts = split(blocks.rows(), blocks.type)
+        numbers, zeros = parts.numbers.flatten(1), None
+        is_four_bits = blocks.type.name in ("Q4_0", "Q4_1", "Q4_K", "MXFP4")
+        if not is_four_bits:
+            numbers = (numbers - parts.zeros).view(torch.int8)
+        elif parts.zeros:
+            zeros = by_columns(torch.full_like(parts.scales.flatten(1), 8, dtype=torch.uint8))
+
+        def of_rows(part: torch.Tensor | None) -> torch.Tensor | None:
+            return None if part is None else by_columns(part.flatten(1))
+
+        return cls(
+            _packed(numbers),
+            by_columns(parts.scales.flatten(1)),
+            zeros,
+            *map(of_rows, (parts.mins, parts.block_scales, parts.block_mins)),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[PackedGroups]) -> PackedGroups | None:
+        """Returns one matrix with the rows of several matrices, one after the other. Returns None
+        if their formats or the orders of their inputs differ."""
+        first = parts[0]
+        for part in parts[1:]:
+            is_ordered_alike = first.order is part.order is None or (
+                first.order is not None
+                and part.order is not None
+                and torch.equal(first.order, part.order)
+            )
+            if not is_ordered_alike or _format_of(part) != _format_of(first):
+                return None
+        columns = {
+            name: torch.cat([_bytes_of(getattr(part, name)).t() for part in parts], 1)
+            .view(of_first.dtype)
+            .t()
+            for name in _OF_GROUPS
+            if (of_first := getattr(first, name)) is not None
+        }
+        return replace(first, data=torch.cat([part.data for part in parts]), **columns)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,67 +125,82 @@ class PackedGroups:
 
     def numbers(self) -> torch.Tensor:
         """Returns the dequantized matrix, float32 [out, in]."""
-        num_out, num_in = self.shape
-        numbers = torch.empty(num_out, num_in, device=self.data.device)
-        at_once = num_out
-        if self.group_of_input is not None and self.data.is_cpu:
-            at_once = max(1, _SHUFFLED_AT_ONCE // num_in)
-        for first in range(0, num_out, at_once):
-            end = min(first + at_once, num_out)
-            self.between(first, end)._write(numbers[first:end])
-        return numbers
+        if self.data.dtype == torch.uint8:
+            blocks = self.data.view(len(self.data), -1, BLOCK // 2)
+            numbers = torch.cat((blocks & 15, blocks >> 4), -1)
+            is_e2m1 = self.scales.dtype == torch.float8_e8m0fnu
+            wide = e2m1(numbers) if is_e2m1 else numbers.float()
+        else:
+            wide = self.data.float()
+        wide = wide.view(*self.scales.shape, -1)
+        if self.zeros is not None:
+            wide -= self.zeros.unsqueeze(-1)
+        wide *= _multiplied(self.scales, self.block_scales)
+        if self.mins is not None:
+            wide += _multiplied(self.mins, self.block_mins)
+        wide = wide.view(self.shape)
+        if self.order is None:
+            return wide
+        ordered = torch.empty_like(wide)
+        ordered[:, self.order.long()] = wide
+        return ordered
 
     def in_order(self, rows: torch.Tensor) -> PackedGroups:
         """Returns a copy of the rows with the indices `rows`, in that order."""
-        return replace(
-            self,
-            data=self.data[rows],
-            scales=self.scales[rows],
-            zeros=None if self.zeros is None else self.zeros[rows],
-            mins=None if self.mins is None else self.mins[rows],
+        columns = self._columns(
+            lambda part: _bytes_of(part).t().index_select(1, rows).t().view(part.dtype)
         )
+        return replace(self, data=self.data[rows], **columns)
 
     def between(self, first: int, end: int) -> PackedGroups:
         """Returns the rows [first, end) as a view of the same memory."""
-        return replace(
-            self,
-            data=self.data[first:end],
-            scales=self.scales[first:end],
-            zeros=None if self.zeros is None else self.zeros[first:end],
-            mins=None if self.mins is None else self.mins[first:end],
-        )
+        columns = self._columns(lambda part: part[first:end])
+        return replace(self, data=self.data[first:end], **columns)
 
     def to(self, device: torch.device) -> PackedGroups:
-        def moved(part: torch.Tensor | None) -> torch.Tensor | None:
-            return None if part is None else part.to(device)
+        columns = self._columns(lambda part: part.to(device))
+        order = None if self.order is None else self.order.to(device)
+        return replace(self, data=self.data.to(device), order=order, **columns)
 
-        return PackedGroups(
-            self.data.to(device),
-            self.scales.to(device),
-            moved(self.zeros),
-            moved(self.mins),
-            moved(self.group_of_input),
-        )
+    def _columns(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the values of groups and blocks by name, each after `change`."""
+        parts = {name: getattr(self, name) for name in _OF_GROUPS}
+        return {name: change(part) for name, part in parts.items() if part is not None}
 
-    def _write(self, wide: torch.Tensor) -> None:
-        """Dequantizes into `wide`, float32 [out, in]."""
-        if self.data.dtype == torch.uint8:
-            torch.stack((self.data & 15, self.data >> 4), -1, out=wide.view(*self.data.shape, 2))
-        else:
-            wide.copy_(self.data)
-        # Without `group_of_input`, `wide` is viewed as [out, groups, inputs of a group].
-        if self.group_of_input is None:
-            wide = wide.view(*self.scales.shape, -1)
-        if self.zeros is not None:
-            wide -= self._per_input(self.zeros)
-        wide *= self._per_input(self.scales)
-        if self.mins is not None:
-            wide += self._per_input(self.mins)
 
-    def _per_input(self, per_group: torch.Tensor) -> torch.Tensor:
-        if self.group_of_input is not None:
-            return per_group.gather(1, self.group_of_input.expand(len(per_group), -1))
-        return per_group.unsqueeze(-1)
+def by_columns(of_groups: torch.Tensor) -> torch.Tensor:
+    """Returns the same [out, groups] tensor, stored column by column."""
+    return of_groups.t().contiguous().t()
+
+
+def _packed(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns `PackedGroups.data` of numbers [out, in]. 4-bit numbers take a byte each if the
+    inputs do not divide into blocks."""
+    if numbers.dtype == torch.int8 or numbers.shape[1] % BLOCK:
+        return numbers.contiguous().view(torch.int8)
+    first, last = numbers.view(len(numbers), -1, BLOCK).chunk(2, -1)
+    return (first | last << 4).flatten(1)
+
+
+def _format_of(groups: PackedGroups) -> list[tuple[torch.dtype, torch.Size] | None]:
+    """Returns what two matrices must have in common if their rows may follow one another."""
+    each = (getattr(groups, name) for name in ("data", *_OF_GROUPS))
+    return [None if part is None else (part.dtype, part.shape[1:]) for part in each]
+
+
+def _bytes_of(part: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of 8-bit floating-point numbers, with which torch has more operations;
+    returns other tensors unchanged."""
+    return part.view(torch.uint8) if part.dtype == torch.float8_e8m0fnu else part
+
+
+def _multiplied(of_groups: torch.Tensor, of_blocks: torch.Tensor | None) -> torch.Tensor:
+    """Returns the scales or the mins of groups, float32 [out, groups, 1]."""
+    wide = of_groups.float()
+    if of_blocks is not None:
+        groups = len(wide), of_blocks.shape[1], -1
+        wide = (wide.reshape(groups) * of_blocks.float().unsqueeze(-1)).view(wide.shape)
+    return wide.unsqueeze(-1)
 
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:

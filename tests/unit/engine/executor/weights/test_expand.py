@@ -36,14 +36,17 @@ def test_torch_widens_blocks_as_cpp_does(name: str) -> None:
     assert torch.equal(widen(blocks.data, blocks.type), blocks.numbers())
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("name", TYPES)
 def test_groups_are_the_numbers_of_their_blocks(name: str) -> None:
-    blocks = random_blocks(name, 6, 96)
+    blocks = random_blocks(name, 6, 512)
     groups = PackedGroups.of_blocks(blocks)
-    assert groups is not None
     assert torch.equal(groups.numbers(), blocks.numbers())
     rows = torch.tensor([4, 0])
     assert torch.equal(groups.in_order(rows).numbers(), blocks.numbers()[rows])
+    twice = PackedGroups.joined([groups, groups.in_order(rows)])
+    assert twice is not None
+    assert torch.equal(twice.numbers(), torch.cat([blocks.numbers(), blocks.numbers()[rows]]))
+    assert twice.scales.stride(0) == 1
 
 
 def outputs(shape: Shape, weights: ModelWeights, numerics: str = "fast") -> list[torch.Tensor]:
@@ -105,7 +108,7 @@ def test_triton_computes_what_torch_does(shape: Shape) -> None:
 
 def grouped(weights: ModelWeights) -> ModelWeights:
     """The same as they are loaded for Triton."""
-    return each(weights, lambda w: replace(w, blocks=PackedGroups.of_blocks(w.blocks) or w.blocks))
+    return each(weights, lambda w: replace(w, blocks=PackedGroups.of_blocks(w.blocks)))
 
 
 def test_matrices_of_a_file_stay_quantized(smollm2: ModelFolder) -> None:
