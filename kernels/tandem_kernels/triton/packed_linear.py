@@ -24,6 +24,7 @@ _TILE_COLUMNS = 64  # columns of a tile, from which the number of splits is comp
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _ADDED_COLUMNS = 1024
 _SUMS_PER_WARP_MAX = 2048  # 64 registers of each thread
+_INPUTS_OF_FEW_ROWS_MAX = 4096  # inputs x rows; larger tiles of x spill registers
 
 
 def choose_splits(num_rows: int, num_out: int, num_in: int, multiprocessors: int) -> int:
@@ -105,7 +106,7 @@ def fits(config: triton.Config, arguments: Mapping[str, Any], arch: int) -> bool
     columns, inputs = config.kwargs["COLUMNS"], config.kwargs["INPUTS"]
     rows, warps = arguments["ROWS"], config.num_warps
     if rows <= 32:
-        return bool(warps == 4)
+        return bool(warps == 4 and inputs * rows <= _INPUTS_OF_FEW_ROWS_MAX)
     return bool(inputs == 64 and columns >= 64 and columns * rows <= _SUMS_PER_WARP_MAX * warps)
 
 
@@ -131,11 +132,13 @@ KEY = ("num_out", "num_in", "FORM", "GROUP", "HAS_MINS", "HAS_BLOCKS", "ROWS")
 def _packed_linear(
     x,
     numbers,
+    high,
     scales,
     zeros,
     mins,
     block_scales,
     block_mins,
+    stride_high,
     stride_groups,
     stride_blocks,
     bias,
@@ -148,6 +151,7 @@ def _packed_linear(
     stride_out,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_MINS: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
@@ -168,7 +172,18 @@ def _packed_linear(
         tl.zeros((ROWS, COLUMNS), tl.float32),
         x + rows[:, None] * stride_row,
         is_row,
-        (numbers, scales, zeros, mins, block_scales, block_mins, stride_groups, stride_blocks),
+        (
+            numbers,
+            high,
+            scales,
+            zeros,
+            mins,
+            block_scales,
+            block_mins,
+            stride_high,
+            stride_groups,
+            stride_blocks,
+        ),
         columns,
         is_column,
         num_in,
@@ -176,6 +191,7 @@ def _packed_linear(
         tl.minimum(begin + per_split, num_in) if HAS_SPLITS else num_in,
         FORM,
         GROUP,
+        ZERO,
         HAS_ZEROS,
         HAS_MINS,
         HAS_BLOCKS,

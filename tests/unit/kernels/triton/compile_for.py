@@ -73,7 +73,7 @@ MISTRAL = LLAMA3 | {"WINDOW": 4096}
 GEMMA2 = MISTRAL | {"CAP": 72.0, "GROUP_SIZE": 2, "HEAD_DIM": 256, "BLOCK_D": 256}
 # Products with quantized weights: types of the numbers, scales and mins, and constants.
 WEIGHTS = {"HAS_ZEROS": False, "HAS_MINS": False, "HAS_BLOCKS": False, "HAS_BIAS": True}
-WEIGHTS |= {"DEVICE": "card", "GROUP": 128}
+WEIGHTS |= {"DEVICE": "card", "GROUP": 128, "ZERO": 0}
 PLAIN = ("*bf16", "*bf16", "*bf16", WEIGHTS | {"FORM": "plain", "GROUP": 1 << 30})
 # fp8 by the cards' instruction, and as bytes for cards before sm_89.
 FP8 = ("*fp8e4nv", "*fp32", "*fp32", WEIGHTS | {"FORM": "e4m3"})
@@ -82,7 +82,9 @@ MXFP4 = ("*u8", "*u8", "*u8", WEIGHTS | {"FORM": "mxfp4", "GROUP": 32})
 AWQ = ("*u8", "*fp16", "*fp16", WEIGHTS | {"FORM": "int4", "HAS_ZEROS": True})
 Q4_1 = ("*u8", "*fp16", "*fp16", WEIGHTS | {"FORM": "int4", "GROUP": 32, "HAS_MINS": True})
 Q4_K = ("*u8", "*u8", "*u8", Q4_1[3] | {"HAS_BLOCKS": True})
-Q6_K = ("*i8", "*i8", "*i8", WEIGHTS | {"FORM": "int8", "GROUP": 16, "HAS_BLOCKS": True})
+Q5_K = (*Q4_K[:3], Q4_K[3] | {"FORM": "int5"})
+Q6_K = ("*u8", "*i8", "*i8", WEIGHTS | {"FORM": "int6", "GROUP": 16, "ZERO": 32})
+Q6_K[3]["HAS_BLOCKS"] = True
 Q8_0 = ("*i8", "*fp16", "*fp16", WEIGHTS | {"FORM": "int8", "GROUP": 32})
 
 
@@ -92,7 +94,7 @@ def packed(
     """A linear layer with quantized weights."""
     numbers, scales, mins, constants = form
     types = {"x": "*bf16", "bias": "*bf16", "out": "*fp32" if has_splits else "*bf16"}
-    types |= {"numbers": numbers, "scales": scales, "zeros": "*u8", "mins": mins}
+    types |= {"numbers": numbers, "high": "*u8", "scales": scales, "zeros": "*u8", "mins": mins}
     types |= dict.fromkeys(("block_scales", "block_mins"), "*fp16")
     constants = constants | {"HAS_SPLITS": has_splits, "ROWS": rows}
     return packed_linear._packed_linear, types, constants
@@ -224,7 +226,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     packed(FP8_BYTES, 16),
     packed(AWQ, 16),
     packed(Q4_K, 16),
-    packed(Q6_K, 64),
+    packed(Q6_K, 16),
     grouped(MXFP4, 16),
     grouped(MXFP4, 64),
     grouped(PLAIN, 64),
@@ -286,12 +288,11 @@ MORE_KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
         MISTRAL,
     ),
-    *(
-        packed(form, rows, has_splits=rows == 32)
-        for form in (FP8, FP8_BYTES, AWQ, Q4_1, Q4_K, Q6_K, Q8_0)
-        for rows in (16, 32, 64, 128)
-    ),
-    *(grouped(form, rows) for form in (PLAIN, FP8, MXFP4, AWQ) for rows in (16, 64, 128)),
+    packed(AWQ, 32, has_splits=True),
+    packed(FP8, 32),
+    *(packed(form, 64) for form in (FP8_BYTES, AWQ, Q4_1, Q4_K, Q5_K, Q8_0)),
+    *(packed(form, 128) for form in (FP8, FP8_BYTES, AWQ, Q4_K, Q6_K)),
+    *(grouped(form, 128) for form in (PLAIN, FP8, MXFP4, AWQ)),
 ]
 
 

@@ -12,7 +12,7 @@ from tandem.engine.executor.weights.decoder_weights import Quantized
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups, by_columns
 from tandem_kernels.triton.packed_linear import choose_splits, packed_linear
-from tandem_kernels.triton.weight_tiles import can_multiply
+from tandem_kernels.triton.weight_tiles import Form, PackedWeight, can_multiply
 from tests.random_blocks import TYPES, random_blocks
 
 
@@ -85,11 +85,24 @@ def test_integers(
     check(weight, num_rows, dtype, device, has_bias=groups == 2)
 
 
+def test_a_zero_for_all_groups(device: torch.device) -> None:
+    numbers = torch.randint(0, 16, (70, 96), generator=torch.Generator().manual_seed(1)).byte()
+    packed = PackedGroups.of(numbers, torch.full((70, 3), 0.01), torch.tensor([[8]]).byte())
+    assert packed is not None
+    assert packed.zeros is None
+    assert torch.equal(packed.numbers(), (numbers.float() - 8) * 0.01)
+    check(packed, 3, torch.float32, device)
+
+
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks_of_gguf(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    weight = PackedGroups.of_blocks(random_blocks(name, 70, 512))
-    check(weight, 3, dtype, device)
+    check(PackedGroups.of_blocks(random_blocks(name, 70, 512)), 3, dtype, device)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q5_1"])
+def test_blocks_that_fill_no_tile(name: str, device: torch.device) -> None:
+    check(PackedGroups.of_blocks(random_blocks(name, 70, 480)), 3, torch.float32, device)
 
 
 @pytest.mark.parametrize(("num_in", "runs"), [(128, 1), (256, 2), (300, 3), (129, 2)])
@@ -116,10 +129,18 @@ def test_splits_are_as_many_as_the_multiprocessors_need() -> None:
 
 
 def test_formats_that_the_kernel_reads() -> None:
-    assert all(can_multiply("int4", 1024, size) for size in (0, 32, 128))
-    assert not can_multiply("int4", 1024, 16)
-    assert can_multiply("int8", 1024, 16)
-    assert not can_multiply("int8", 96, 48)
-    assert can_multiply("e4m3", 300, 128)
+    def weight(form: Form, num_in: int, size: int, **more: torch.Tensor) -> PackedWeight:
+        return PackedWeight(form, torch.empty(1, num_in), size, **more)
+
+    values = torch.empty(1, 1)
+    assert all(can_multiply(weight("int4", 512, size)) for size in (0, 16, 32, 128))
+    assert can_multiply(weight("int4", 512, 32, zeros=values))
+    assert not can_multiply(weight("int4", 512, 16, zeros=values))
+    assert not can_multiply(weight("int6", 512, 16, mins=values))
+    assert not can_multiply(weight("int4", 44, 0))  # 88 inputs
+    assert can_multiply(weight("int8", 88, 0))
+    assert can_multiply(weight("int8", 1024, 16, zeros=values))
+    assert not can_multiply(weight("int8", 96, 48))
+    assert can_multiply(weight("e4m3", 300, 128))
     # Numbers of 4 bits take a byte each if the inputs do not divide into blocks.
     assert integers(8, 88, 1, "zeros").data.dtype == torch.int8

@@ -18,6 +18,8 @@ from tandem_kernels.linear import linear
 from tandem_kernels.triton.packed_linear import packed_linear
 from tandem_kernels.triton.weight_tiles import Form, PackedWeight, can_multiply
 
+_INTEGERS: tuple[Form, ...] = ("int4", "int5", "int6")  # by PackedGroups.high_bits
+
 
 def project(x: torch.Tensor, parts: Sequence[Linear]) -> torch.Tensor:
     """Multiplies x by several matrices, such as q, k and v. Returns the products side by side,
@@ -80,13 +82,15 @@ def packed_weight(blocks: Quantized) -> PackedWeight | None:
             blocks.mins,
             blocks.block_scales,
             blocks.block_mins,
+            blocks.high,
+            blocks.zero,
         )
-    if packed is None or not can_multiply(packed.form, num_in, packed.group_size):
-        return None
-    return packed
+    return packed if packed is not None and can_multiply(packed) else None
 
 
 def _form_of(groups: PackedGroups) -> Form:
     if groups.data.dtype == torch.int8:
         return "int8"
-    return "mxfp4" if groups.scales.dtype == torch.float8_e8m0fnu else "int4"
+    if groups.scales.dtype == torch.float8_e8m0fnu:
+        return "mxfp4"
+    return _INTEGERS[groups.high_bits]

@@ -47,6 +47,24 @@ def test_groups_are_the_numbers_of_their_blocks(name: str) -> None:
     assert twice is not None
     assert torch.equal(twice.numbers(), torch.cat([blocks.numbers(), blocks.numbers()[rows]]))
     assert twice.scales.stride(0) == 1
+    other = random_blocks("Q4_1" if name == "Q4_0" else "Q4_0", 6, 512)
+    assert PackedGroups.joined([groups, PackedGroups.of_blocks(other)]) is None
+
+
+def test_matrices_with_inputs_in_other_orders_are_not_joined() -> None:
+    numbers = torch.randint(0, 16, (6, 64), generator=torch.Generator().manual_seed(1)).byte()
+
+    def packed(seed: int) -> PackedGroups:
+        groups = torch.randperm(64, generator=torch.Generator().manual_seed(seed)) // 32
+        made = PackedGroups.of(numbers, torch.ones(6, 2), torch.tensor([[8]]).byte(), groups)
+        assert made is not None
+        return made
+
+    twice = PackedGroups.joined([packed(1), packed(1)])
+    assert twice is not None
+    assert torch.equal(twice.numbers(), torch.cat([numbers, numbers]).float() - 8)
+    assert PackedGroups.joined([packed(1), packed(2)]) is None
+    assert PackedGroups.joined([packed(1), replace(packed(1), order=None)]) is None
 
 
 def outputs(shape: Shape, weights: ModelWeights, numerics: str = "fast") -> list[torch.Tensor]:
@@ -112,6 +130,7 @@ def grouped(weights: ModelWeights) -> ModelWeights:
 
 
 def test_matrices_of_a_file_stay_quantized(smollm2: ModelFolder) -> None:
+    products: list[torch.Tensor] = []
     for kernels, form in (("torch", "GgufBlocks"), ("triton", "PackedGroups")):
         weights = load_weights(
             smollm2.weight_files,
@@ -120,6 +139,11 @@ def test_matrices_of_a_file_stay_quantized(smollm2: ModelFolder) -> None:
             device=torch.device("cpu"),
             kept_for=kernels,  # type: ignore[arg-type]
         )
-        assert type(weights.layers[0].qkv[0].blocks).__name__ == form
+        layer = weights.layers[0]
+        assert type(layer.qkv[0].blocks).__name__ == form
+        parts = [part.blocks for part in layer.qkv if part.blocks is not None]
+        products.append(torch.cat([part.numbers() for part in parts]))
+        assert len(parts) == (1 if kernels == "triton" else 3)
         assert weights.embedding.device.type == "meta"
         assert weights.device.type == "cpu"
+    assert torch.equal(*products)
