@@ -29,8 +29,14 @@ _INPUTS_OF_FEW_ROWS_MAX = 4096  # inputs x rows; larger tiles of x spill registe
 
 def choose_splits(num_rows: int, num_out: int, num_in: int, multiprocessors: int) -> int:
     """Returns how many splits give each multiprocessor 2 programs, as far as each split has at
-    least 512 inputs."""
-    tiles: int = triton.cdiv(num_out, _TILE_COLUMNS) * triton.cdiv(num_rows, _tile_rows(num_rows))
+    least 512 inputs.
+
+    The number is the same for all numbers of rows that have the same tiles, because the kernel is
+    tuned for each size of a split. Products of more than 128 rows have one split.
+    """
+    if num_rows > _TILE_ROWS[-1]:
+        return 1
+    tiles: int = triton.cdiv(num_out, _TILE_COLUMNS)
     wanted = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // tiles
     return max(1, min(wanted, num_in // _SPLIT_INPUTS_MIN, _SPLITS_MAX))
 

@@ -124,8 +124,8 @@ def test_splits_are_as_many_as_the_multiprocessors_need() -> None:
     assert choose_splits(1, 4096, 4096, 132) == 4
     assert choose_splits(1, 4096, 1024, 132) == 2  # of 512 inputs
     assert choose_splits(1, 128256, 4096, 132) == 1
-    assert choose_splits(256, 4096, 4096, 132) == 2
-    assert choose_splits(2048, 4096, 4096, 132) == 1
+    assert choose_splits(128, 4096, 4096, 132) == 4
+    assert choose_splits(129, 4096, 4096, 132) == 1
 
 
 def test_formats_that_the_kernel_reads() -> None:
