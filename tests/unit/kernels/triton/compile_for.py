@@ -33,6 +33,7 @@ from tandem_kernels.triton import (
     blocks,
     decode_attention,
     edits,
+    expert_choice,
     grouped_linear,
     latent_cache,
     latent_decode,
@@ -59,6 +60,7 @@ NUM_WARPS = {
     "_measure": logprobs.NUM_WARPS,
     "_shrink": lora.NUM_WARPS,
     "_expand": lora.NUM_WARPS,
+    "_choose_experts": expert_choice.NUM_WARPS,
 }
 
 PAGED = {"queries": "*bf16", "kv": "*bf16", "block_tables": "*i32", "context_lens": "*i32"}
@@ -239,6 +241,13 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         grouped_linear._tile_by_expert,
         {"experts": "*i64", "slots": "*i32", "tile_experts": "*i32"},
         {"NUM_EXPERTS": 128, "BINS": 256, "TILE_ROWS": 16, "SLOTS": 1024},
+    ),
+    (
+        expert_choice._choose_experts,
+        {"logits": "*fp32", "correction": "*fp32", "chosen": "*i32", "shares": "*fp32"}
+        | {"scale": "fp32"},
+        {"NUM_EXPERTS": 256, "BINS": 256, "TOP_K": 8, "CHOICES": 8, "NUM_GROUPS": 8}
+        | {"TOP_GROUPS": 4, "IS_NORMALIZED": True, "HAS_CORRECTION": True},
     ),
     (
         grouped_linear._mix,

@@ -19,7 +19,6 @@ import torch
 
 from tandem.engine.cache.layout.kv_groups import layer_places
 from tandem.engine.executor.torch.decoder import (
-    choose,
     embedding_multiplier,
     final_logits,
     rope_tables,
@@ -43,6 +42,7 @@ from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.triton.activation import gated_mul
+from tandem_kernels.triton.expert_choice import choose_experts
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
 
 
@@ -161,7 +161,15 @@ class TritonDecoder:
         row, plus the output of the shared MLP."""
         router = weights.router
         logits = product(x.to(router.weight.dtype), router)
-        chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
+        groups = experts.groups
+        chosen, shares = choose_experts(
+            logits,
+            experts.top_k,
+            is_normalized=experts.is_normalized,
+            groups=(groups.num, groups.top) if groups else None,
+            scale=experts.scale,
+            correction=weights.correction,
+        )
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
         return stacked.mix(x, chosen, shares, self._gated, shared)
 

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 PRODUCT_MAX = 5
 DENSE_LAYER_MAX = 12
 EXPERTS_MAX = 5  # without the router and the choice of experts
+EXPERT_LAYER_MAX = 14
 NUM_IN, NUM_OUT = 2048, 70
 _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view"}
 
@@ -159,9 +160,23 @@ def test_quantized_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_dense_layer(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like on a card, q, k and v are one matrix: they are copied, because the file has another
-    dtype."""
-    folder, _ = make_tiny_model(family, tmp_path)
+    for layer in layers_of(family, tmp_path, monkeypatch):
+        assert len(layer) <= DENSE_LAYER_MAX, layer
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_a_layer_of_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for layer in layers_of(family, tmp_path, monkeypatch):
+        assert len(layer) <= EXPERT_LAYER_MAX, layer
+
+
+def layers_of(family: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Returns the launches of each layer but the last in a decode step, from the layer's first
+    launch after its products of q, k and v.
+
+    Like on a card, q, k and v are one matrix: they are copied, because the file has another dtype.
+    """
+    folder, _ = make_tiny_model(family, path)
     config = EngineConfig(
         model=str(folder.path), dtype="bfloat16", block_size=8, max_num_seqs=2, max_model_len=512
     )
@@ -172,7 +187,6 @@ def test_a_dense_layer(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         runner.forward(StepBatch([sequence.take(1)]))
     firsts = [at for at, name in enumerate(launched) if name == "_rotate_and_store"]
     assert len(firsts) == 3
-    for first, end in pairwise(firsts):
-        layer = launched[first:end]
-        assert layer.count("_attend_split") == 1
-        assert len(layer) <= DENSE_LAYER_MAX, layer
+    layers = [launched[first:end] for first, end in pairwise(firsts)]
+    assert all(layer.count("_attend_split") == 1 for layer in layers)
+    return layers
