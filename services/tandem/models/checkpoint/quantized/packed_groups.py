@@ -213,7 +213,7 @@ def _packed(numbers: torch.Tensor) -> torch.Tensor:
     if numbers.dtype == torch.int8 or numbers.shape[1] % BLOCK:
         return numbers.contiguous().view(torch.int8)
     first, last = numbers.view(len(numbers), -1, BLOCK).chunk(2, -1)
-    return (first & 15 | last << 4).flatten(1)
+    return (first & 15 | last << 4).flatten(1).contiguous()
 
 
 def _packed_high(numbers: torch.Tensor, high_bits: int) -> torch.Tensor:
@@ -225,7 +225,7 @@ def _packed_high(numbers: torch.Tensor, high_bits: int) -> torch.Tensor:
     high = pairs[:, ::shared].clone()
     for block in range(1, shared):
         high |= pairs[:, block::shared] << (block * 8 // shared)
-    return high.flatten(1)
+    return high.flatten(1).contiguous()
 
 
 def _format_of(groups: PackedGroups) -> list[object]:

@@ -10,10 +10,10 @@ import torch
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.triton.steps import TritonSteps
 from tandem.engine.executor.weights import expand
-from tandem.engine.executor.weights.decoder_weights import ModelWeights
+from tandem.engine.executor.weights.decoder_weights import Linear, ModelWeights
 from tandem.engine.executor.weights.load import load_weights
 from tandem.models.checkpoint.quantized.fp8 import Fp8
-from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups, by_columns
 from tandem.models.folder import ModelFolder
 from tandem.models.source import resolve
 from tandem_kernels.blocks import widen
@@ -110,12 +110,26 @@ def smollm2() -> ModelFolder:
     ids=repr,
 )
 def test_triton_computes_what_torch_does(shape: Shape) -> None:
-    """Types that a kernel multiplies, and others."""
-    weights = native_shapes.random_weights(shape)
+    check_triton(shape, grouped(native_shapes.random_weights(shape)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="weights and pools are on the CPU")
+@pytest.mark.parametrize("scales_of", ["outputs", pytest.param("runs", marks=pytest.mark.slow)])
+def test_triton_computes_fp8(scales_of: str) -> None:
+    shape = replace(native_shapes.BASE, hidden=300, bias=True)
+    weights = each(native_shapes.random_weights(shape), lambda w: in_fp8(w, scales_of=scales_of))
+    check_triton(shape, each(weights, with_scales_by_columns))
+
+
+def with_scales_by_columns(matrix: Linear) -> Linear:
+    assert isinstance(matrix.blocks, Fp8)
+    return replace(matrix, blocks=replace(matrix.blocks, scales=by_columns(matrix.blocks.scales)))
+
+
+def check_triton(shape: Shape, weights: ModelWeights) -> None:
+    """Compares logits with those of the torch kernels."""
     config = native_shapes.config_of(shape)
-    steps = TritonSteps(
-        config, grouped(weights), max_num_seqs=8, max_model_len=1000, step_tokens=512
-    )
+    steps = TritonSteps(config, weights, max_num_seqs=8, max_model_len=1000, step_tokens=512)
     kv = native_shapes.pools(shape)
     steps.prepare(kv)
     expected = outputs(shape, native_shapes.widened(weights))
