@@ -573,9 +573,9 @@ def bottleneck_of(
     if max(of_prefill, of_decode) >= _QUEUE_LONG_S:
         return Bottleneck(
             "prefill" if of_prefill >= of_decode else "decode",
-            f"In the last minute, a prompt that came to a prefill worker had {of_prefill:.1f} s of"
-            f" earlier prompts before it, on average, and one that a decode worker computed itself"
-            f" {of_decode:.1f} s.",
+            f"A new prompt waits behind others: by the workers' estimates, for {of_prefill:.1f} s"
+            f" at a prefill worker, or {of_decode:.1f} s at a decode worker that computes it itself"
+            " (means of the last minute).",
         )
     if mean_s >= _QUEUE_LONG_S:
         each = {role: statistics.mean(found) if found else 0.0 for role, found in waits_s.items()}

@@ -353,8 +353,9 @@ def test_the_bottleneck_is_named_first() -> None:
         " more. "
     )
     assert (
-        "In the last minute, a prompt that came to a prefill worker had 3.5 s of earlier prompts"
-        " before it, on average, and one that a decode worker computed itself 1.2 s." in told
+        "A new prompt waits behind others: by the workers' estimates, for 3.5 s at a prefill"
+        " worker, or 1.2 s at a decode worker that computes it itself (means of the last minute)."
+        in told
     )
     decode = bottleneck_of(known, [], {"prefill": 0.0, "decode": 2.8}, NOW)
     assert one_more_decode(known, decode).startswith(
