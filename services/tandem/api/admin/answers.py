@@ -5,8 +5,9 @@
   minute       What happened in the last minute?
   more_decode  What would one more decode worker change?
 
-Answers about requests cover only the requests of this router. A `Request` is the dictionary that
-`RequestRecord.as_dict` returns. All times are in seconds since the epoch.
+Answers about requests cover only the requests of this router. Only the numbers of requests that
+decode, are in prefill or are queued are those of all workers and this router. A `Request` is the
+dictionary that `RequestRecord.as_dict` returns. All times are in seconds since the epoch.
 """
 
 import re
@@ -243,8 +244,8 @@ def slow(
     stuck = ""
     if waiting.num_late:
         verb = "is" if waiting.number == 1 else "are"
-        stuck = f"{count(waiting.number, 'request')} {verb} in prefill or queued now; the oldest"
-        stuck += f" without a token has waited {waiting.oldest_s:.0f} s.{_most_queued(known)}"
+        stuck = f"{count(waiting.number, 'request')} {verb} in prefill or queued now; the longest"
+        stuck += f" wait for a first token is {waiting.oldest_s:.0f} s.{_most_queued(known)}"
     if not recent or first.median_ms is None or first.max_ms is None:
         return stuck or "Nothing to report: no request got a first token in the last minute."
     slowest = min(recent, key=lambda r: (-r["ttft_ms"], r["created"], r["id"]))

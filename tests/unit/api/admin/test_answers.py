@@ -110,10 +110,10 @@ def test_quick_first_tokens_do_not_stand_out() -> None:
 def test_requests_that_wait_are_slow_before_they_have_a_token() -> None:
     waiting = replace(NOTHING, waiting=Waiting(2, 1, 8.0))
     assert slow([request(None, 8.0), request(None, 3.0)], waiting, NOW) == (
-        "2 requests are in prefill or queued now; the oldest without a token has waited 8 s."
+        "2 requests are in prefill or queued now; the longest wait for a first token is 8 s."
     )
     told = slow([request(80.0)], replace(QUICK, waiting=Waiting(1, 1, 8.0)), NOW)
-    assert "1 request is in prefill or queued now; the oldest without a token has waited 8" in told
+    assert "1 request is in prefill or queued now; the longest wait for a first token is 8" in told
     assert "First tokens are slow:" in told
     early = replace(QUICK, waiting=Waiting(1, 0, 1.0))
     assert "in prefill or queued" not in slow([request(80.0)], early, NOW)
@@ -149,7 +149,7 @@ def test_requests_without_a_token_say_where_the_prompts_are() -> None:
     waiting = replace(NOTHING, waiting=Waiting(1, 1, 8.0))
     told = slow([request(None, 8.0)], waiting, NOW, known=known)
     assert told == (
-        "1 request is in prefill or queued now; the oldest without a token has waited 8 s."
+        "1 request is in prefill or queued now; the longest wait for a first token is 8 s."
         " prefill-0 has the most prompt tokens to compute: 9,200."
     )
 
