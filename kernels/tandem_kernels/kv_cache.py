@@ -85,20 +85,26 @@ class LayerKv(NamedTuple):
     fixed_scales: torch.Tensor | None = None  # [2]: static scales; None: each row has its own
 
 
-def make_pool(memory: torch.Tensor, layout: KvLayout, static: StaticKv | None = None) -> "KvPool":
+def make_pool(
+    memory: torch.Tensor,
+    layout: KvLayout,
+    static: StaticKv | None = None,
+    heads: range | None = None,
+) -> "KvPool":
     """Creates a pool in `memory`, uint8 [num_blocks, block_bytes]. The layout and its KV dtype
     determine the class. `static` must be KeyChannels for int4, and may be FixedScales for
-    fp8_e4m3."""
+    fp8_e4m3. With `heads`, the pool reads and writes only these heads of the blocks; other ranks of
+    a tensor-parallel engine have the others."""
     if layout.dtype == "int4":
         assert isinstance(static, KeyChannels)
-        return Int4KvPool(memory, layout, static)
+        return Int4KvPool(memory, layout, static, heads)
     if not layout.has_values:
         kind = LatentKvPool if layout.rotated is None else QuantizedLatentKvPool
-        return kind(memory, layout)
+        return kind(memory, layout, heads)
     if static is not None:
         assert isinstance(static, FixedScales)
-        return FixedScaleKvPool(memory, layout, static)
-    return (KvPool if layout.dtype in _DTYPES else QuantizedKvPool)(memory, layout)
+        return FixedScaleKvPool(memory, layout, static, heads)
+    return (KvPool if layout.dtype in _DTYPES else QuantizedKvPool)(memory, layout, heads)
 
 
 class KvPool:
@@ -106,15 +112,19 @@ class KvPool:
 
     static: StaticKv | None = None
 
-    def __init__(self, memory: torch.Tensor, layout: KvLayout) -> None:
+    def __init__(self, memory: torch.Tensor, layout: KvLayout, heads: range | None = None) -> None:
+        """`heads` are the consecutive heads of a block that this pool reads and writes; by default
+        all."""
         assert memory.dtype == torch.uint8
         assert memory.shape == (layout.num_blocks, layout.block_bytes)
         self.memory = memory
         self.layout = layout
-        self.num_kv_heads, self.num_layers = layout.num_kv_heads, layout.num_layers
+        heads = range(layout.num_kv_heads) if heads is None else heads
+        self.num_kv_heads, self.num_layers = len(heads), layout.num_layers
         self.block_size, self.head_dim = layout.block_size, layout.head_dim
         self.device = memory.device
-        self._heads = torch.arange(self.num_kv_heads, device=memory.device)
+        self._heads = torch.arange(heads.start, heads.stop, device=memory.device)
+        self._own = slice(heads.start, heads.stop)
         self._make_views()
 
     def _make_views(self) -> None:
@@ -127,8 +137,8 @@ class KvPool:
         """The pool as [num_blocks, heads, layers, 2, block_size, D], where the 2 is K and V. With
         latent attention, this dimension has size 1."""
         runs = 1 + self.layout.has_values
-        shape = self.num_kv_heads, self.num_layers, runs, self.block_size, self.head_dim
-        return self._tokens.view(-1, *shape)
+        shape = self.layout.num_kv_heads, self.num_layers, runs, self.block_size, self.head_dim
+        return self._tokens.view(-1, *shape)[:, self._own]
 
     def layer(self, number: int) -> LayerKv:
         return LayerKv(layer_of(self.kv, number), None)
@@ -163,7 +173,7 @@ class KvPool:
 
     def _first_runs(self, block_ids: torch.Tensor) -> torch.Tensor:
         """Returns the index of the run of K in layer 0 for each block and head, [..., heads]."""
-        heads = block_ids.unsqueeze(-1) * self.num_kv_heads + self._heads
+        heads = block_ids.unsqueeze(-1) * self.layout.num_kv_heads + self._heads
         return heads * ((1 + self.layout.has_values) * self.num_layers)
 
 
@@ -251,8 +261,8 @@ class QuantizedKvPool(KvPool):
         views."""
         assert self.layout.row_bytes == (self.head_dim, self.head_dim)
         size, dim = self.block_size, self.head_dim
-        shape = -1, self.num_kv_heads, self.num_layers, self.layout.layer_bytes
-        part = self.memory.view(shape)[:, :, number]
+        shape = -1, self.layout.num_kv_heads, self.num_layers, self.layout.layer_bytes
+        part = self.memory.view(shape)[:, self._own, number]
         runs = part[..., : 2 * size * dim].view(self._numbers[0].dtype)
         scales = part[..., 2 * size * dim : 2 * size * (dim + 2)].view(torch.float16)
         shape = -1, self.num_kv_heads, 2, size
@@ -296,8 +306,14 @@ class QuantizedKvPool(KvPool):
 class FixedScaleKvPool(QuantizedKvPool):
     """An fp8_e4m3 pool with the static scales of a checkpoint."""
 
-    def __init__(self, memory: torch.Tensor, layout: KvLayout, fixed: FixedScales) -> None:
-        super().__init__(memory, layout)
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        layout: KvLayout,
+        fixed: FixedScales,
+        heads: range | None = None,
+    ) -> None:
+        super().__init__(memory, layout, heads)
         self.static = fixed
         self._fixed = fixed.scales
 
@@ -313,10 +329,17 @@ class FixedScaleKvPool(QuantizedKvPool):
 class Int4KvPool(QuantizedKvPool):
     """An int4 pool. Its keys also have static scales per channel (kv_int4_keys.py)."""
 
-    def __init__(self, memory: torch.Tensor, layout: KvLayout, key_channels: KeyChannels) -> None:
-        super().__init__(memory, layout)
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        layout: KvLayout,
+        key_channels: KeyChannels,
+        heads: range | None = None,
+    ) -> None:
+        super().__init__(memory, layout, heads)
         self.static = key_channels
-        self._channels = key_channels.order, key_channels.scales, key_channels.multipliers
+        own = key_channels if heads is None else key_channels.of_heads(heads)
+        self._channels = own.order, own.scales, own.multipliers
 
     def _quantize(
         self, which: int, layer: int, rows: torch.Tensor

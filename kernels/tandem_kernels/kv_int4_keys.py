@@ -63,6 +63,11 @@ class KeyChannels:
             self.order[layers].contiguous().to(device), self.scales[layers].contiguous().to(device)
         )
 
+    def of_heads(self, heads: range) -> KeyChannels:
+        """Returns the order and scales of only these consecutive heads."""
+        own = slice(heads.start, heads.stop)
+        return KeyChannels(self.order[:, own], self.scales[:, own])
+
 
 def quantize(
     rows: torch.Tensor, order: torch.Tensor, channel_scales: torch.Tensor

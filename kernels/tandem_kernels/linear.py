@@ -8,8 +8,10 @@ x [T, heads, in] and W [heads, out, in].
 """
 
 import torch
+from torch.nn.functional import pad
 
 TILE_ROWS = 16
+TILE_OUTPUTS = 64
 
 
 def linear(
@@ -32,19 +34,32 @@ def linear_invariant(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns x W^T + b, [T, out]. The bits of a row do not depend on the other rows. T must be a
-    multiple of TILE_ROWS.
+    """Returns x W^T + b, [T, out]. T must be a multiple of TILE_ROWS. The bits of an element depend
+    neither on the other rows of x nor on the other rows of W: a tensor-parallel rank that has some
+    rows of W computes the same bits as a process that has all of them.
 
-    A BLAS library chooses the order of additions by the shape of a product. Therefore x is always
-    multiplied in tiles of TILE_ROWS rows, so that all products with W have the same shape.
+    A BLAS library chooses the order of additions by the shape of a product. Therefore x is
+    multiplied in tiles of TILE_ROWS rows and W in tiles of TILE_OUTPUTS rows. A product always has
+    several tiles of W, because MKL divides the sums of a single tile among threads. If the number
+    of outputs is not a multiple of TILE_OUTPUTS, the last two tiles compute some outputs again.
     """
     assert x.shape[0] % TILE_ROWS == 0
+    num_out = weight.shape[0]
     if out is None:
-        out = x.new_empty(x.shape[0], weight.shape[0])
-    transposed = weight.t()
+        out = x.new_empty(x.shape[0], num_out)
+    num_fewest = 2 * TILE_OUTPUTS
+    if num_out < num_fewest:
+        out.copy_(linear_invariant(x, pad(weight, (0, 0, 0, num_fewest - num_out)))[:, :num_out])
+        return out if bias is None else out.add_(bias)
+    spans = [slice(0, num_out // TILE_OUTPUTS * TILE_OUTPUTS)]
+    if num_out % TILE_OUTPUTS:
+        spans.append(slice(num_out - num_fewest, num_out))
     for first in range(0, x.shape[0], TILE_ROWS):
         rows = slice(first, first + TILE_ROWS)
-        torch.mm(x[rows], transposed, out=out[rows])
+        for span in spans:
+            tiles = weight[span].reshape(-1, TILE_OUTPUTS, weight.shape[1])
+            products = torch.bmm(x[rows].expand(len(tiles), -1, -1), tiles.transpose(1, 2))
+            out[rows, span] = products.transpose(0, 1).flatten(1)
     return out if bias is None else out.add_(bias)
 
 

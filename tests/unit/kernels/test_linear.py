@@ -52,6 +52,21 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours_place_or_threads(
         assert torch.equal(linear_invariant(alone, weight)[5], together[row])
 
 
+@pytest.mark.parametrize(
+    ("num_in", "num_out"), [(576, 192), (1536, 576), (4096, 203), (47, 203), (1536, 20)]
+)
+def test_an_outputs_bits_do_not_depend_on_the_other_outputs(num_in: int, num_out: int) -> None:
+    """A rank has some consecutive rows of a matrix, and perhaps another number of threads."""
+    x, weight = torch.randn(32, num_in), torch.randn(num_out, num_in)
+    whole = linear_invariant(x, weight)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for num_ranks in (2, 3, 4):
+            for rank in range(num_ranks):
+                own = slice(num_out * rank // num_ranks, num_out * (rank + 1) // num_ranks)
+                assert torch.equal(linear_invariant(x, weight[own]), whole[:, own])
+
+
 def test_each_head_has_a_matrix_of_its_own() -> None:
     x, weight = torch.randn(48, 3, 20), torch.randn(3, 12, 20)
     together = linear_of_heads_invariant(x, weight)

@@ -33,9 +33,3 @@ def test_heads_that_cannot_be_divided_are_named() -> None:
         ConfigError, match=r"9 query heads and 3 KV heads cannot be divided among 2"
     ):
         check_settings(EngineConfig(model="", tensor_parallel=2), model)
-
-
-@pytest.mark.parametrize("more", [{"device": "cuda"}, {"kernels": "torch"}, {"kernels": "triton"}])
-def test_only_native_kernels_have_several_ranks(more: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="several ranks compute only with native kernels on CPUs"):
-        EngineConfig(model="", tensor_parallel=2, **more)  # type: ignore[arg-type]

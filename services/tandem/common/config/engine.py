@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter, Token
 
-from tandem.common.config.groups import ENGINE, ModelName, ModelRevision
+from tandem.common.config.groups import ENGINE, MEASUREMENT, ModelName, ModelRevision
 from tandem.common.kv_tiers import KV_TIERS
 from tandem.common.options import (
     Bounds,
@@ -170,8 +170,12 @@ class EngineOptions(Options):
     num_threads: Annotated[Positive, Parameter(name="--threads")] = 1
     """Number of CPU threads with which a worker computes. With --tensor-parallel: each rank."""
     tensor_parallel: Positive = 1
-    """Number of processes (ranks) that compute each step of a worker together, on CPUs with native
-    kernels. Each rank has its share of the model's weights."""
+    """Number of processes (ranks) that compute each step of a worker together. Each rank has its
+    share of the model's weights. On GPUs, only tandem.LLM has several ranks, each on a GPU of its
+    own."""
+    ranks_share_gpu: Annotated[bool, Parameter(group=MEASUREMENT)] = False
+    """All ranks of --tensor-parallel compute on one GPU, slowly. For tests on a machine with one
+    GPU."""
 
     @property
     def has_default_pool(self) -> bool:
@@ -201,19 +205,26 @@ class EngineOptions(Options):
         given = {tier.option: getattr(self, tier.option) for tier in KV_TIERS if tier.is_folder}
         return {name: _expanded(name, path) for name, path in given.items() if path}
 
+    def why_no_transfers(self, device: str) -> str:
+        """Returns why an engine on this kind of device cannot exchange KV blocks; "" if it can."""
+        if self.tensor_parallel == 1 or device != "cuda":
+            return ""
+        return (
+            f"tensor-parallel is {self.tensor_parallel} on GPUs, where each rank has a KV pool of "
+            "its own; workers cannot move the blocks of such pools yet. Set tensor-parallel to 1 "
+            "or device to cpu, or use tandem.LLM, which moves no blocks"
+        )
+
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError(
                 "numerics is invariant, which computes in float32, so neither dtype nor kv-dtype "
                 "can be bfloat16; set them to auto or float32"
             )
-        if self.tensor_parallel > 1 and (
-            self.device == "cuda" or self.kernels in ("torch", "triton")
-        ):
+        if self.ranks_share_gpu and self.tensor_parallel == 1:
             raise ConfigError(
-                f"tensor-parallel is {self.tensor_parallel}, with device {self.device} and kernels "
-                f"{self.kernels}; several ranks compute only with native kernels on CPUs; set "
-                "device to cpu and kernels to auto or native, or tensor-parallel to 1"
+                "ranks-share-gpu is set, but tensor-parallel is 1; set tensor-parallel to at least "
+                "2, or remove ranks-share-gpu"
             )
         sealed = [tier.option for tier in KV_TIERS if tier.is_sealed]
         if self.kv_key_file and not any(getattr(self, option) for option in sealed):
@@ -269,3 +280,6 @@ class EngineConfig(EngineOptions):
     # True: the engine's reports of stored blocks include the blocks' token ids, which KV events
     # need.
     report_block_tokens: Constant[bool] = False
+    # A rank that is stopped (SIGSTOP) for so many seconds is killed, which ends the engine. A
+    # worker sets its own engine_hang_timeout_s.
+    rank_stopped_s_max: Constant[float] = 60.0

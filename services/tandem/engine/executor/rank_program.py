@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -12,12 +13,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tandem.engine.executor.native.decoder import SentStep
-from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.runner import LoadedAdapter, ModelRunner
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import TandemError
 from tandem_kernels.native.library import RankEnded
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -28,6 +32,7 @@ class Member:
     def __init__(self, pipe: Connection[Any, Any]) -> None:
         self._pipe = pipe
         settings: messages.Settings = pipe.recv()
+        self._config = settings.config
         pin_to_share(settings.config, settings.rank)
         self._memory = RankMemory(
             settings.memory_fd, rank=settings.rank, num_ranks=settings.config.tensor_parallel
@@ -35,6 +40,7 @@ class Member:
         self._runner = ModelRunner(
             settings.folder, settings.config, pool_fd=settings.pool_fd, member_of=self._memory
         )
+        self.rank = settings.rank
         self._loaded: dict[str, LoadedAdapter] = {}
 
     def run(self) -> None:
@@ -45,8 +51,14 @@ class Member:
             match message.content:
                 case SentStep() as step:
                     self._runner.compute_share(step, message.numbers_address)
+                case StepBatch() as batch:
+                    self._runner.forward(batch)
                 case messages.Allocate(num_blocks):
                     self._runner.allocate(*num_blocks)
+                case messages.Measure(step_tokens):
+                    self._runner.with_pool_size(self._config, step_tokens)
+                case messages.CopyBlocks(copies):
+                    self._runner.copy_blocks(copies)
                 case messages.AddAdapter(digest):
                     self._runner.add_adapter(self._loaded.pop(digest))
                 case messages.DropAdapter(digest):
@@ -65,6 +77,8 @@ class Member:
                 self._pipe.send(messages.Loaded())
             except TandemError as error:
                 self._pipe.send(messages.Loaded(str(error)))
+            except Exception as error:  # rank 0 would wait forever if this thread ended
+                self._pipe.send(messages.Loaded(f"rank {self._memory.rank}: {error!r}"))
 
 
 def main() -> int:
@@ -75,6 +89,8 @@ def main() -> int:
     if os.getppid() != parent_pid:
         return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    # Like all processes of a worker, writes the stacks of its threads instead of being killed.
+    faulthandler.register(signal.SIGUSR2)
     logging.basicConfig(level=logging.ERROR)  # rank 0 logs what all ranks would say
     pipe: Connection[Any, Any] = Connection(pipe_fd)
     try:
@@ -86,6 +102,9 @@ def main() -> int:
         member.run()
     except RankEnded:
         return 0
+    except TandemError as error:
+        log.error("rank %s: %s", member.rank, error)
+        return 1
     return 0
 
 

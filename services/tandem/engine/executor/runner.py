@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,20 +26,23 @@ from tandem.engine.cache.layout.kv_groups import (
 )
 from tandem.engine.cache.layout.pool_memory import create_shared, own_pages, size_shared
 from tandem.engine.executor.card_dtypes import check_dtypes, is_old
+from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.gpu_memory import GpuMemory
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.largest_step import largest_step
 from tandem.engine.executor.native.decoder import NativeDecoder, SentStep
 from tandem.engine.executor.native.lora import PackedLora
-from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.ranks.members import Members
+from tandem.engine.executor.ranks.shared_memory import SharedMemoryCollectives
 from tandem.engine.executor.step_tokens import default_step_tokens
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
+from tandem.engine.executor.weights.share import Share, share_of_lora
 from tandem.engine.runner_protocol import DrawnTokens
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import ConfigError
@@ -52,6 +56,7 @@ from tandem.models.memory import (
     worker_need,
 )
 from tandem_kernels.kv_cache import KvPool, StaticKv, make_pool
+from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
@@ -82,6 +87,20 @@ class HostTokens(NamedTuple):
     def wait(self) -> list[int]:
         """Returns the token ids."""
         return self.token_ids
+
+
+class TokensOfRanks(NamedTuple):
+    """Sampled tokens of a step that several ranks have computed."""
+
+    tokens: DrawnTokens
+    members: Members
+
+    def wait(self) -> list[int]:
+        """Returns the token ids. Raises RankEnded if a rank has ended, because the step's results
+        may be wrong then."""
+        token_ids = self.tokens.wait()
+        self.members.check()
+        return token_ids
 
 
 class LoadedAdapter(NamedTuple):
@@ -125,7 +144,8 @@ class ModelRunner:
         UnsupportedModel for a checkpoint that does not match its config.
         """
         torch.set_num_threads(config.num_threads)
-        self.device = _choose_device(config.device)
+        rank = 0 if member_of is None else member_of.rank
+        self.device = choose_device(config, rank)
         dtype_name = compute_dtype(config, has_bfloat16=has_bfloat16(self.device))
         stored = folder.config.torch_dtype
         check_dtypes(config, self.device, dtype=dtype_name, checkpoint_dtype=stored)
@@ -139,12 +159,6 @@ class ModelRunner:
         self._lora_rank_max = config.max_lora_rank
         self._pool_fd = pool_fd
         kernels = choose_kernels(config, self.device, model)
-        if config.tensor_parallel > 1 and kernels != "native":
-            raise ConfigError(
-                f"tensor-parallel is {config.tensor_parallel}, but this machine would compute with "
-                f"{kernels} kernels on {self.device.type}; several ranks compute only with native "
-                "kernels on CPUs; set device to cpu and kernels to native, or tensor-parallel to 1"
-            )
         int8 = config.weights == "int8"
         keeps = keeps_quantized(config, folder, kernels)
         # Kernels that dequantize weights before a product all compute the same bits. The native
@@ -158,18 +172,37 @@ class ModelRunner:
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
         self.tokens_per_step = default_step_tokens(self.device)
-        self.why_no_budgets = (
-            "the Triton kernels do not support KV budgets; the native and torch kernels do"
-            if kernels == "triton"
-            else ""
-        )
+        self.why_no_budgets = ""
+        if kernels == "triton":
+            self.why_no_budgets = (
+                "the Triton kernels do not support KV budgets; the native and torch kernels do"
+            )
+        elif kernels == "torch" and config.tensor_parallel > 1:
+            self.why_no_budgets = (
+                "several ranks of torch kernels do not support KV budgets; native kernels do, and "
+                "so does tensor-parallel 1"
+            )
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
         self._drawn = HostTokens([])
         self._num_seqs_max = config.max_num_seqs
-        self._gpu = GpuMemory(self.device, config) if self.device.type == "cuda" else None
+        is_cuda = self.device.type == "cuda"
+        self._is_rank = config.tensor_parallel > 1
+        self._has_own_pool = self._is_rank and have_own_pools(self.device)
+        self._own_config = Share(rank, config.tensor_parallel).config(model)
+        if self._has_own_pool and config.has_tiers:
+            raise ConfigError(
+                f"tensor-parallel is {config.tensor_parallel} on GPUs, and KV tiers are set "
+                f"({', '.join(config.tiers)}), which cannot copy blocks of several pools; set "
+                "neither or one of them"
+            )
+        # Ranks that share a GPU would measure each other's memory.
+        self._gpu = (
+            GpuMemory(self.device, config) if is_cuda and not config.ranks_share_gpu else None
+        )
         self._given_pool_bytes = 0
-        if member_of is None:  # rank 0 checks for all ranks, before any of them loads weights
+        # On CPUs, rank 0 checks for all ranks, before any of them loads weights.
+        if self._gpu is not None or (rank == 0 and not is_cuda):
             self._given_pool_bytes = _check_memory(
                 config,
                 folder,
@@ -177,11 +210,11 @@ class ModelRunner:
                 dtype=dtype_name,
                 kernels=kernels,
                 gpu_wait_s=gpu_wait_s,
+                block_share=self._own_config.num_kv_heads / model.num_kv_heads,
             )
         self._static_kv = _static_kv(folder, self._kv_dtype)
         if self._static_kv is not None:
             self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"
-        self._is_rank = config.tensor_parallel > 1
         self._members: Members | None = None
         memory = member_of
         if config.tensor_parallel > 1 and member_of is None:
@@ -190,9 +223,16 @@ class ModelRunner:
                 raise ConfigError(
                     "tensor-parallel: this system has no memfd, so ranks cannot share memory"
                 )
-            self._members = Members(folder, config, fd, on_rank_end)
+            self._members = Members(folder, config, fd, partial(self._end_with_rank, on_rank_end))
             pin_to_share(config, 0)
             memory = self._members.memory
+        self._host_ranks: SharedMemoryCollectives | None = None
+        if memory is not None and kernels != "native":
+            # Quantized matrices are divided by outputs only: a group of inputs has one scale.
+            splits = config.numerics == "fast" and not keeps
+            self._host_ranks = SharedMemoryCollectives(memory, splits_inputs=splits)
+        self._ranks = self._collectives(config)
+        self._share = self._ranks.share
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
         # Name of the kernels, with the instruction set of native kernels, as in "native (avx512)".
@@ -205,6 +245,7 @@ class ModelRunner:
                 dtype=_DTYPES[dtype_name],
                 device=self.device,
                 kept_for=kernels if keeps else "",
+                share=self._share,
                 on_progress=on_progress,
             )
             if kernels == "triton":
@@ -217,6 +258,7 @@ class ModelRunner:
                     max_num_seqs=config.max_num_seqs,
                     max_model_len=self.max_model_len,
                     step_tokens=config.max_tokens_per_step or self.tokens_per_step,
+                    ranks=self._ranks,
                 )
             elif kernels == "native":
                 self._small = self._large = native = NativeDecoder(
@@ -231,14 +273,32 @@ class ModelRunner:
                 if widens and has_bfloat16(self.device) and not int8 and not keeps and not memory:
                     self._large = TorchSteps(model, weights, config.numerics)
             else:
-                self._small = self._large = TorchSteps(model, weights, config.numerics)
+                self._small = self._large = TorchSteps(model, weights, config.numerics, self._ranks)
         if self._gpu is not None:
             self._gpu.weights_loaded()
         if self._members is not None:
             self._members.wait_until_loaded()
 
+    def _collectives(self, config: EngineConfig) -> Collectives:
+        """Returns how the decoder exchanges activations with other ranks. The native decoder does
+        so by itself."""
+        if self._host_ranks is None:
+            return ALONE
+        if self.device.type == "cpu" or config.ranks_share_gpu:
+            return self._host_ranks
+        # Imported here because only ranks on GPUs need torch.distributed.
+        from tandem.engine.executor.ranks.nccl import NcclCollectives
+
+        return NcclCollectives(self._host_ranks, self.device)
+
     def _explains(self, doing: str) -> AbstractContextManager[None]:
         return nullcontext() if self._gpu is None else self._gpu.explains(doing)
+
+    def _end_with_rank(self, on_rank_end: Callable[[str], object], why: str) -> None:
+        try:
+            on_rank_end(why)
+        finally:
+            self._ranks.break_up()
 
     def close(self) -> None:
         """Ends the other ranks, if there are any. The runner cannot be used any more."""
@@ -252,7 +312,7 @@ class ModelRunner:
 
     def layout(self, *num_blocks: int) -> KvLayout:
         return model_layout(
-            self._model_config,
+            self._own_config if self._has_own_pool else self._model_config,
             num_blocks,
             block_size=self._block_size,
             dtype=self._kv_dtype,
@@ -265,14 +325,25 @@ class ModelRunner:
 
         On a CPU, the settings do not change. On a GPU, the largest step and the graphs are measured
         (gpu_memory.py). If the settings do not give the size, the pool gets the memory that is
-        left. Raises ConfigError if there is not enough memory.
+        left; with several ranks, the memory that is left on the fullest GPU. Raises ConfigError if
+        there is not enough memory.
         """
         gpu = self._gpu
         if gpu is None:
             return config
+        if self._members is not None:
+            self._members.memory.post(messages.Measure(step_tokens))
         with gpu.explains("a step was measured"):
             self._measure(gpu, step_tokens)
-            return gpu.with_pool_size(config, self._given_pool_bytes)
+            config = gpu.with_pool_size(config, self._given_pool_bytes)
+        if self._host_ranks is None or config.num_blocks is not None:
+            return config
+        return replace(config, kv_bytes_max=self._least(config.kv_bytes))
+
+    def _least(self, number: int) -> int:
+        """Returns the smallest of the ranks' numbers, because all ranks compute the same steps on
+        pools of as many blocks."""
+        return number if self._host_ranks is None else self._host_ranks.least(number)
 
     def _measure(self, gpu: GpuMemory, step_tokens: int) -> None:
         """Measures the largest step and the graphs on a scratch pool, and frees the pool."""
@@ -281,7 +352,7 @@ class ModelRunner:
             self._num_seqs_max,
             max_model_len=self.max_model_len,
             block_size=self._block_size,
-            blocks_max=gpu.scratch_bytes // self.layout().block_bytes,
+            blocks_max=self._least(gpu.scratch_bytes // self.layout().block_bytes),
             num_groups=len(self.layout().groups),
         )
         draws = [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)] * len(batch.slices)
@@ -310,13 +381,13 @@ class ModelRunner:
         """
         with self._explains("the KV pool was allocated"):
             self.kv, self.pools = self._make_pools(self.layout(*num_blocks))
+        if self._members is not None:
+            self._members.memory.post(messages.Allocate(num_blocks))
         if self._triton is not None:
             with self._explains("the CUDA graphs were recorded"):
                 self._triton.prepare(self.pools)
         if self._gpu is not None:
             self._gpu.end()
-        if self._members is not None:
-            self._members.memory.post(messages.Allocate(num_blocks))
 
     def _make_pools(self, layout: KvLayout) -> tuple[torch.Tensor, list[KvPool]]:
         """Returns the memory of all pools, and the pools."""
@@ -325,13 +396,21 @@ class ModelRunner:
         else:
             memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
+        heads = None
+        if not self._has_own_pool:
+            heads = self._share.kv_heads(self._model_config.num_kv_heads)
         return memory, [
-            make_pool(part.view(group.layout.num_blocks, -1), group.layout, self._static_of(group))
+            make_pool(
+                part.view(group.layout.num_blocks, -1),
+                group.layout,
+                self._static_of(group),
+                heads,
+            )
             for part, group in zip(parts, layout.groups, strict=True)
         ]
 
     def _pages(self, num_bytes: int) -> mmap.mmap:
-        if self._pool_fd is None:
+        if self._pool_fd is None or self._has_own_pool:
             return own_pages(num_bytes)
         # A rank keeps the descriptor, because it may allocate the pool again.
         return size_shared(os.dup(self._pool_fd) if self._is_rank else self._pool_fd, num_bytes)
@@ -339,13 +418,18 @@ class ModelRunner:
     def _static_of(self, group: KvGroup) -> StaticKv | None:
         if self._static_kv is None:
             return None
-        return self._static_kv.of_layers(list(group.layers), self.device)
+        static = self._static_kv.of_layers(list(group.layers), self.device)
+        if self._has_own_pool and isinstance(static, KeyChannels):
+            return static.of_heads(self._share.kv_heads(self._model_config.num_kv_heads))
+        return static
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies blocks. Each item of `copies` is (source block id, target block id, KV group).
 
         The copies run after all earlier steps and before all later steps, also on a CUDA device.
         """
+        if self._has_own_pool and self._members is not None:
+            self._members.memory.post(messages.CopyBlocks(copies))
         for source, target, group in copies:
             memory = self.pools[group].memory
             memory[target].copy_(memory[source])
@@ -363,6 +447,8 @@ class ModelRunner:
             dtype=self._dtype,
             device=self.device,
         )
+        if self._share.num_ranks > 1:
+            weights = share_of_lora(weights, self._model_config, self._share)
         native = self.native
         packed = native.pack_adapter(weights) if native is not None else None
         if self._members is not None:
@@ -400,6 +486,9 @@ class ModelRunner:
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
         if batch.is_ahead and self._triton is None:
             batch = batch.with_tokens(self._drawn.token_ids)
+        # The native decoder itself sends its inputs to the other ranks.
+        if self._members is not None and not isinstance(self._last, NativeDecoder):
+            self._members.memory.post(batch)
         return self._last.forward(batch, self.pools, on_kv_written)
 
     def compute_share(self, sent: SentStep, numbers_address: int) -> None:
@@ -412,10 +501,12 @@ class ModelRunner:
     ) -> DrawnTokens:
         """Samples one token for each row of the last step's logits. If `rows` is given, samples
         only for these rows."""
+        tokens: DrawnTokens
         if self._triton is not None:
-            return self._triton.start_sampling(logits, draws, rows)
-        self._drawn = HostTokens(self._last.sample(logits, draws, rows))
-        return self._drawn
+            tokens = self._triton.start_sampling(logits, draws, rows)
+        else:
+            tokens = self._drawn = HostTokens(self._last.sample(logits, draws, rows))
+        return tokens if self._members is None else TokensOfRanks(tokens, self._members)
 
     def synchronize(self) -> None:
         """Waits until the device has finished all steps, copies and samplings."""
@@ -436,6 +527,12 @@ class ModelRunner:
         return self._last.final_hidden(rows)
 
 
+def have_own_pools(device: torch.device) -> bool:
+    """Returns whether each rank has a KV pool with only its own heads, as on GPUs. On CPUs, all
+    ranks map one pool with all heads."""
+    return device.type == "cuda"
+
+
 def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
     if kv_dtype == "int4":
         # Imported here because kv_calibration.py imports a tokenizer library, which need not be
@@ -454,7 +551,10 @@ def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
     return None
 
 
-def _choose_device(wanted: str) -> torch.device:
+def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
+    """Returns the device of a rank. On GPUs, rank r uses GPU r of those that the process sees.
+    Raises ConfigError if there is none."""
+    wanted = config.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device=cuda: torch finds no CUDA device; use device=cpu, or run `tandem doctor` to "
@@ -462,7 +562,18 @@ def _choose_device(wanted: str) -> torch.device:
         )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+    num_ranks = config.tensor_parallel
+    if wanted == "cpu" or num_ranks == 1:
+        return torch.device(wanted)
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < num_ranks and not config.ranks_share_gpu:
+        raise ConfigError(
+            f"tensor-parallel is {num_ranks}, but this process sees {num_gpus} GPUs, and each rank "
+            "needs its own; lower tensor-parallel, or check CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device(wanted, 0 if config.ranks_share_gpu else rank)
+    torch.cuda.set_device(device)  # Triton launches kernels on the thread's current device
+    return device
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -481,9 +592,12 @@ def _check_memory(
     dtype: str,
     kernels: str,
     gpu_wait_s: float,
+    block_share: float,
 ) -> int:
     """Raises ConfigError if these settings need more memory than is free on the machine or the
-    GPU. Returns the bytes of a GPU's KV pool; 0 if the pool gets the memory that is left."""
+    GPU. Returns the bytes of a GPU's KV pool; 0 if the pool gets the memory that is left. On a GPU,
+    the pool has `block_share` of each block, which is less than 1 if a rank has a part of the
+    heads."""
     if gpu is None:
         _check_host(worker_need(config, folder, dtype=dtype, kernels=kernels))
         return 0
@@ -493,7 +607,9 @@ def _check_memory(
     _check_host(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0))
     need = worker_need(replace(config, kv_host_bytes=0), folder, dtype=dtype, kernels=kernels)
     pool_bytes = 0 if config.has_default_pool else need.pool_bytes
-    gpu.begin(need.weights_bytes, pool_bytes, gpu_wait_s)
+    if config.num_blocks is not None:
+        pool_bytes = int(pool_bytes * block_share)
+    gpu.begin(need.weights_bytes // config.tensor_parallel, pool_bytes, gpu_wait_s)
     return pool_bytes
 
 

@@ -35,7 +35,7 @@ from tandem.common.process.garbage import exempt_loaded
 from tandem.engine.cache.layout.pool_bytes import pool_bytes
 from tandem.engine.cache.layout.pool_memory import populate
 from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.runner import ModelRunner, choose_device
 from tandem.engine.tiers.io_thread import IoThread
 from tandem.engine.types import Failed, StepReport
 from tandem.errors import ConfigError, InternalError, TandemError, WorkerLost
@@ -110,6 +110,8 @@ class EngineProcess:
         started = time.perf_counter()
         folder = resolve(settings.engine.model, revision=settings.engine.model_revision)
         load_ms["resolve"] = _ms_since(started)
+        if why := settings.engine.why_no_transfers(choose_device(settings.engine).type):
+            raise ConfigError(why)
         started = time.perf_counter()
         with _telling(settings.transfers_address) as tell:
             runner = ModelRunner(

@@ -216,7 +216,7 @@ class TestGpus:
         check_gpus(options, 1, Driver(535, ""), Cards())  # its workers use CPUs
 
     def test_ranks_on_a_gpu(self) -> None:
-        with pytest.raises(ConfigError, match=r"set device to cpu .* or tensor-parallel to 1"):
+        with pytest.raises(ConfigError, match=r"each rank has a KV pool .* or use tandem\.LLM"):
             parse(LaunchOptions, "tandem up", ["--device", "cuda", "--tensor-parallel", "2"])
 
 

@@ -130,6 +130,28 @@ def test_logits_are_those_of_merged_weights(
             assert (logits - different).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("base", ["Q4_1", "fp8"])
+@pytest.mark.parametrize("numerics", ["invariant", "fast"])
+def test_two_ranks_have_shares_of_quantized_matrices(
+    base: str, numerics: str, bases: dict[str, Base], tmp_path: Path
+) -> None:
+    """Quantized matrices are divided by outputs in both numerics."""
+    folder, _ = bases[base]
+    write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL), r=12)
+    found = []
+    for num_ranks in (1, 2):
+        runner = make_runner(folder, numerics, "torch", dtype="auto", tensor_parallel=num_ranks)
+        assert kept_type(runner) == KEPT[base, "torch"][1]
+        digest = add(runner, tmp_path / "one")
+        found.append(run(runner, [(PROMPTS[i], digest if i % 2 else "") for i in range(4)]))
+        runner.close()
+    if numerics == "invariant":
+        assert all(map(torch.equal, *found))
+    else:  # of tokens that are computed in bfloat16
+        for one, other in zip(*found, strict=True):
+            assert (one - other).norm() / one.norm() < 0.05
+
+
 def nine(runner: ModelRunner, path: Path, lengths: tuple[int, ...]) -> list[tuple[list[int], str]]:
     """Adds 8 adapters; returns a sequence of each and of the base, in mixed order."""
     digests = [""]

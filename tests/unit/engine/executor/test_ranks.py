@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.engine.executor.runner import ModelRunner
-from tandem.errors import AdapterUnavailable, ConfigError
+from tandem.engine.scheduler.batch import StepBatch
+from tandem.errors import AdapterUnavailable, ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder
+from tandem_kernels.native.library import RankEnded
+from tandem_kernels.sampling import Draw
 from tests.lora_adapters import ALL, describe, write_adapter
-from tests.step_batches import mixed_steps
+from tests.model_engines import make_model_engine
+from tests.step_batches import mixed_steps, place
 from tests.tiny_models import FAMILIES, make_tiny_model
 from tests.unit.engine.executor.test_lora import add, run
+from tests.unit.engine.tiers.test_tiers import run as answer
 
 PROMPTS = [[(7 * i + 3 * size) % 200 for i in range(size)] for size in (40, 17, 5, 33)]
 CHUNKS = (1, 3, 16, 40)
 
 
-def tiny(family: str, path: Path, num_kv_heads: int = 4) -> ModelFolder:
+def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFolder:
     """A model with 8 query heads, and KV heads that 2 and 4 ranks can share."""
     sizes = {"num_attention_heads": 8, "hidden_size": 128}
     has_latents = family.startswith("deepseek")
     kv_heads = {"num_key_value_heads": 8 if has_latents else num_kv_heads}
-    return make_tiny_model(family, path, **sizes, **kv_heads)[0]
+    return make_tiny_model(family, path, **sizes | kv_heads | more)[0]
 
 
 def runner_of(folder: ModelFolder, num_ranks: int, **more: Any) -> ModelRunner:
@@ -71,12 +79,147 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
     assert all(map(torch.equal, alone, logits_of(folder, num_ranks, **settings)))
 
 
-def test_adapters_are_on_all_ranks(tmp_path: Path) -> None:
-    folder = tiny("llama", tmp_path / "model")
-    write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL), r=20)
+INVARIANT: dict[str, Any] = {"kernels": "torch", "numerics": "invariant"}
+GEMMA3 = {"sliding_window": 8}  # shorter than most prompts
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "num_kv_heads"),
+    [
+        ("llama", 2, 4),
+        ("gemma3", 4, 2),
+        ("qwen3-moe", 4, 1),
+        *(
+            pytest.param(family, num_ranks, num_kv_heads, marks=pytest.mark.slow)
+            for family in FAMILIES
+            for num_ranks, num_kv_heads in ((2, 4), (4, 2), (4, 1))
+        ),
+    ],
+)
+def test_invariant_logits_of_torch_do_not_depend_on_the_number_of_ranks(
+    family: str, num_ranks: int, num_kv_heads: int, tmp_path: Path
+) -> None:
+    folder = tiny(family, tmp_path, num_kv_heads, **GEMMA3 if family == "gemma3" else {})
+    alone = logits_of(folder, 1, **INVARIANT)
+    assert all(map(torch.equal, alone, logits_of(folder, num_ranks, **INVARIANT)))
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "num_kv_heads", "settings"),
+    [
+        ("olmo2", 4, 2, {"kernels": "torch"}),
+        ("llama-linear-biases", 2, 1, {"kernels": "triton"}),
+        *(
+            pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
+            for family in FAMILIES
+            for num_ranks, num_kv_heads, settings in (
+                (2, 4, {"kernels": "torch"}),
+                (4, 1, {"kernels": "torch", "kv_dtype": "int8"}),
+                (2, 2, {"kernels": "triton"}),
+            )
+        ),
+    ],
+)
+def test_other_kernels_compute_nearly_the_same_on_several_ranks(
+    family: str, num_ranks: int, num_kv_heads: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """The ranks' sums are added in another order than one process adds all."""
+    folder = tiny(family, tmp_path, num_kv_heads, **GEMMA3 if family == "gemma3" else {})
+    settings = {"dtype": "float32", "max_num_seqs": 4} | settings
+    alone = logits_of(folder, 1, **settings)
+    several = logits_of(folder, num_ranks, **settings)
+    # A number that is rounded to int8 on the other side of a tie changes a logit visibly.
+    tolerance = 2e-2 if settings.get("kv_dtype") == "int8" else 1e-4
+    for one, other in zip(alone, several, strict=True):
+        torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
+
+
+def test_decode_steps_have_the_same_rows_on_all_ranks(tmp_path: Path) -> None:
+    """The sequences of a step change their order and leave, and the last step is launched before
+    its tokens are on the host."""
+    folder = tiny("llama", tmp_path)
     found = []
     for num_ranks in (1, 2):
-        runner = runner_of(folder, num_ranks, dtype="float32")
+        runner = runner_of(folder, num_ranks, kernels="triton", dtype="float32", max_num_seqs=4)
+        try:
+            sequences = place(runner, PROMPTS)
+            runner.forward(StepBatch([each.take(2) for each in sequences]))
+            for order in ((0, 1, 2, 3), (3, 1, 0), (1, 3, 0), (2, 0, 1)):
+                batch = StepBatch([sequences[i].take(1) for i in order])
+                found.append(runner.forward(batch).clone())
+            greedy = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+            tokens = runner.start_sampling(found[-1], [greedy] * 3)
+            ahead = [sequences[i].take(1)._replace(token_ids=[-1 - i]) for i in (2, 0, 1)]
+            found.append(runner.forward(StepBatch(ahead, is_ahead=True)).clone())
+            assert tokens.wait() == found[-2].argmax(-1).tolist()
+        finally:
+            runner.close()
+    for one, other in zip(found[:5], found[5:], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_fails_when_a_rank_is_killed(tmp_path: Path) -> None:
+    ended: list[str] = []
+    config = EngineConfig(model="", device="cpu", tensor_parallel=2, **INVARIANT)
+    runner = ModelRunner(tiny("llama", tmp_path), config, on_rank_end=ended.append)
+    try:
+        (sequence,) = place(runner, [PROMPTS[0]])
+        runner.forward(StepBatch([sequence.take(4)]))
+        assert runner._members is not None
+        runner._members._ranks[0].process.kill()
+        with pytest.raises(RankEnded):
+            runner.forward(StepBatch([sequence.take(4)]))
+        assert ended == ["rank 1 of the engine ended with status -9"]
+    finally:
+        runner.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("ranks_share_gpu", [True, False])
+def test_two_ranks_on_gpus(kernels: str, ranks_share_gpu: bool, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2 and not ranks_share_gpu:
+        pytest.skip("NCCL needs a GPU for each rank")
+    folder = tiny("llama", tmp_path)
+    settings = {"device": "cuda", "kernels": kernels, "dtype": "float32", "max_num_seqs": 4}
+    alone = logits_of(folder, 1, **settings)
+    several = logits_of(folder, 2, ranks_share_gpu=ranks_share_gpu, **settings)
+    for one, other in zip(alone, several, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_all_ranks_have_written_their_kv_when_the_engine_is_told(
+    kernels: str, tmp_path: Path
+) -> None:
+    runner = runner_of(tiny("llama", tmp_path), 4, kernels=kernels, max_num_seqs=4)
+    try:
+        told: list[torch.Tensor] = []
+        for sequence in place(runner, PROMPTS):
+            piece = sequence.take(len(sequence.token_ids))
+            runner.forward(StepBatch([piece]), lambda: told.append(runner.kv.clone()))
+            assert torch.equal(told.pop(), runner.kv)
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"kernels": "native"}),
+        ("llama", INVARIANT),
+        pytest.param("phi3", INVARIANT, marks=pytest.mark.slow),
+        pytest.param("deepseek-v2", INVARIANT, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", INVARIANT, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_are_on_all_ranks(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = tiny(family, tmp_path / "model")
+    modules = list(ALL) if family == "llama" else "all-linear"
+    write_adapter(tmp_path / "one", folder.config, target_modules=modules, r=20)
+    found = []
+    for num_ranks in (1, 2):
+        runner = runner_of(folder, num_ranks, dtype="float32", **settings)
         runner.allocate(80)
         digest = add(runner, tmp_path / "one")
         asked = [(prompt, digest if i % 2 else "") for i, prompt in enumerate(PROMPTS)]
@@ -89,6 +232,25 @@ def test_adapters_are_on_all_ranks(tmp_path: Path) -> None:
     assert not torch.equal(found[0][1], found[1][1])
 
 
+def test_copies_on_disk_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path / "model")
+    tier = {"kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 64 << 20}
+    prompt = [(13 * i) % 200 for i in range(70)]
+    found = []
+    for num_ranks in (2, 1):
+        engine, runner = make_model_engine(
+            folder, tensor_parallel=num_ranks, num_blocks=9, kv_tier_policy="lru", **tier
+        )
+        found.append(answer(engine, prompt))
+        engine.close()
+        runner.close()
+    assert [outcome.ends["0"].cached for outcome in found] == [
+        CachedTokens(),
+        CachedTokens(disk=64),
+    ]
+    assert found[0].token_ids == found[1].token_ids
+
+
 def test_a_broken_adapter_is_refused_and_the_ranks_go_on(tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path / "model")
     write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL), r=4)
@@ -98,9 +260,26 @@ def test_a_broken_adapter_is_refused_and_the_ranks_go_on(tmp_path: Path) -> None
         (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"nothing")
         with pytest.raises((ConfigError, AdapterUnavailable)):
             runner.load_adapter(adapter)
+        assert runner._members is not None
+        nothing: Any = None
+        with pytest.raises(ConfigError, match="rank 1: AttributeError"):
+            runner._members.load_adapter(nothing)
         assert len([*mixed_steps(runner, PROMPTS, CHUNKS, seed=7)]) > 4
     finally:
         runner.close()
+
+
+def test_a_rank_that_stays_stopped_while_it_loads_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(subprocess.Popen[bytes]):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.send_signal(signal.SIGSTOP)
+
+    monkeypatch.setattr(subprocess, "Popen", Stopped)
+    with pytest.raises(WorkerLost, match=r"rank 1 of the engine does not answer: .* for 1 s"):
+        runner_of(tiny("llama", tmp_path), 2, rank_stopped_s_max=1.0)
 
 
 def test_an_error_of_a_rank_while_it_loads_is_the_error_of_the_runner(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ from tandem.engine.executor.native.lora import (
     by_adapter,
     rows_by_adapter,
 )
-from tandem.engine.executor.native.packing import KINDS, WHOLE, Packer, Share
-from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.native.packing import KINDS, Packer
+from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.torch.decoder import embedding_multiplier, rope_tables
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
@@ -46,6 +46,7 @@ from tandem.engine.executor.weights.decoder_weights import (
 )
 from tandem.engine.executor.weights.decoder_weights import Mlp as MlpWeights
 from tandem.engine.executor.weights.lora import LoraWeights
+from tandem.engine.executor.weights.share import WHOLE, Share
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config.experts import Experts as ExpertSpec
 from tandem.models.config.layers import LayerSpec

@@ -21,6 +21,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     ModelWeights,
 )
 from tandem.engine.executor.weights.released_memory import FilePages, release_freed_memory
+from tandem.engine.executor.weights.share import WHOLE, Share
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.config.latent import Latent as LatentSizes
 from tandem.models.gguf.tensors import GgufBlocks
@@ -53,23 +54,11 @@ class Panels(NamedTuple):
         return slice(*(min(at * PANEL, num_out) for at in (self.first, self.first + self.num)))
 
 
-class Share(NamedTuple):
-    """What one rank of a tensor-parallel engine stores of each matrix: the panels that its own
+def panels_of(share: Share, num_out: int) -> Panels:
+    """Returns what one rank of a tensor-parallel engine stores of a matrix: the panels that its own
     threads multiply (native/team.h)."""
-
-    rank: int
-    num_ranks: int
-
-    def of(self, num: int) -> range:
-        """Returns this rank's part of the numbers from 0 to before `num`."""
-        return range(num * self.rank // self.num_ranks, num * (self.rank + 1) // self.num_ranks)
-
-    def panels(self, num_out: int) -> Panels:
-        own = self.of(-(-num_out // PANEL))
-        return Panels(own.start, len(own))
-
-
-WHOLE = Share(0, 1)
+    own = share.of(-(-num_out // PANEL))
+    return Panels(own.start, len(own))
 
 
 class HugePages:
@@ -128,7 +117,7 @@ class Packer:
         if parts[0].blocks:
             return self._quantized(parts, self._share)
         num_out = sum(len(part.weight) for part in parts)
-        panels = self._share.panels(num_out)
+        panels = panels_of(self._share, num_out)
         rows = _rows([part.weight for part in parts], panels.rows(num_out))
         kind = self._kind(rows, keeps_kind=keeps_kind)
         matrix = self._dense(rows, panels, kind, num_out=num_out)
@@ -148,7 +137,7 @@ class Packer:
             return self.matrix(parts)
         num_inner = sum(len(part.weight) for part in parts) // 2
         num_pairs = -(-num_inner // PANEL)
-        pairs = self._share.panels(num_inner)
+        pairs = panels_of(self._share, num_inner)
         panels = Panels(2 * pairs.first, 2 * pairs.num)
         num_out = 2 * num_pairs * PANEL
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
@@ -224,7 +213,7 @@ class Packer:
         num_out = weights.shape[1]
         matrices = []
         for head, each in enumerate(weights):
-            panels = WHOLE.panels(num_out) if head in own else Panels(0, 0)
+            panels = panels_of(WHOLE, num_out) if head in own else Panels(0, 0)
             kind = self._kind(each, keeps_kind=True)
             matrices.append(self._dense(each[panels.rows(num_out)], panels, kind, num_out=num_out))
         packed = (Matrix * len(matrices))(*matrices)
@@ -259,7 +248,7 @@ class Packer:
         """Packs several fp8 matrices as one matrix."""
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
         num_out = sum(len(each.data) for each in blocks)
-        panels = self._share.panels(num_out)
+        panels = panels_of(self._share, num_out)
         packed = self._fp8_rows(
             _rows([each.data.view(torch.uint8) for each in blocks], panels.rows(num_out)),
             panels,
@@ -325,7 +314,7 @@ class Packer:
         num_out = sum(len(part.weight) for part in parts)
         num_in = parts[0].weight.shape[1]
         kind, _ = self._form_of_blocks(parts[0])
-        panels = share.panels(num_out)
+        panels = panels_of(share, num_out)
         own = panels.rows(num_out)
         size = (panels.num * PANEL, num_in)
         memory = self._huge_pages.zeros(self._library.quantized_bytes(size, kind))

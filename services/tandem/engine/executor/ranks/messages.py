@@ -6,6 +6,7 @@ messages are posted in the shared memory, so that all ranks apply them in one or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandem.common.adapter import Adapter
@@ -33,10 +34,22 @@ class LoadAdapter(NamedTuple):
     adapter: Adapter
 
 
+class Measure(NamedTuple):
+    """Measure the GPU's memory with steps of at most this number of tokens."""
+
+    step_tokens: int
+
+
 class Allocate(NamedTuple):
-    """Map the KV pool, whose memfd has its size now."""
+    """Map the KV pool, whose memfd has its size now, or allocate the rank's own pool on its GPU."""
 
     num_blocks: tuple[int, ...]
+
+
+class CopyBlocks(NamedTuple):
+    """Copy blocks in the rank's own pool: (source block id, target block id, KV group) each."""
+
+    copies: Sequence[tuple[int, int, int]]
 
 
 class AddAdapter(NamedTuple):

@@ -18,8 +18,9 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from tandem.engine.cache.layout.kv_groups import layer_places
+from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.torch.inputs import StepInputs
-from tandem.engine.executor.torch.lora import NO_LORA, StepLora
+from tandem.engine.executor.torch.lora import NO_LORA, ProductName, StepLora
 from tandem.engine.executor.weights.decoder_weights import (
     LATENT_NORM_EPS,
     ExpertWeights,
@@ -30,6 +31,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     ModelWeights,
 )
 from tandem.engine.executor.weights.expand import embedded, pieces
+from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
 from tandem.models.config.families import ExpertForm
 from tandem.models.config.model import GateClamp, ModelConfig
@@ -48,8 +50,16 @@ from tandem_kernels.rope import (
 
 
 class Decoder:
-    def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: Kernels) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        kernels: Kernels,
+        ranks: Collectives = ALONE,
+    ) -> None:
+        """`config` is the whole model's. `weights` is the share of one of `ranks`."""
+        self._config = ranks.share.config(config)
+        self._ranks = ranks
         self._weights = weights = weights.loaded()
         self._kernels = kernels
         self._dtype = weights.embedding.dtype
@@ -71,9 +81,10 @@ class Decoder:
         """Computes a step. Writes the tokens' KV to the pools. Returns fp32 logits
         [rows of inputs.logit_rows, vocab].
 
-        `on_kv_written` is called once, before the last layer's attention. At that point, on a CPU,
-        the KV of all layers is in the pools. On CUDA, the kernels that write it were launched, but
-        may not have finished.
+        `on_kv_written` is called once, before the last layer's attention; with several ranks, after
+        it, when this rank has heard from all others. At that point, on a CPU, the KV of all layers
+        is in the pools. On CUDA, the kernels that write it were launched, but may not have
+        finished.
         """
         specs = self._config.layers
         attentions = {
@@ -87,6 +98,8 @@ class Decoder:
             for rope, tables in self._frequencies.items()
         }
         x = embedded(self._weights, inputs.token_ids)
+        if x.shape[1] < self._config.hidden_size:
+            x = self._ranks.gather(x, self._config.hidden_size)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         layers = zip(specs, self._places, self._weights.layers, strict=True)
@@ -103,24 +116,29 @@ class Decoder:
                 )
             queries, keys, values = heads
             pool.write(place.number, token_rows, keys, values)
-            if on_kv_written is not None and index + 1 == self._config.num_layers:
-                on_kv_written()
+            tell_written = on_kv_written if index + 1 == self._config.num_layers else None
+            if tell_written is not None and self._ranks is ALONE:
+                tell_written()
             attend = attentions[place.group, spec.window]
             attended = attend(place.number, queries, layer.sinks)
             if layer.latent is not None:
                 latents = attended[..., : layer.latent.values.shape[-1]]
                 attended = self._kernels.linear_of_heads(latents, layer.latent.values)
                 attended = lora.add_of_heads(index, "latent_values", attended, latents)
-            attended = attended.flatten(1)
-            delta = self._project(attended, (layer.attention_out,))
-            delta = lora.add(index, "attention_out", delta, attended)
+            share = self._out(
+                index, "attention_out", layer.attention_out, attended.flatten(1), lora
+            )
+            delta = self._whole(share)
+            if tell_written is not None and self._ranks is not ALONE:
+                tell_written()
             x = self._added(x, delta, layer.attention_post_norm)
             normed = self._norm(x, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
-                delta = self._mlp(index, layer.mlp, normed, lora)
+                delta = self._whole(self._mlp(index, layer.mlp, normed, lora))
             else:
                 assert spec.experts is not None
-                delta = self._experts(index, spec.experts, layer.mlp, normed, lora)
+                share = self._experts(index, spec.experts, layer.mlp, normed, lora)
+                delta = self._whole(share)
             x = self._added(x, delta, layer.mlp_post_norm)
         return self._logits(x, inputs.logit_rows)
 
@@ -186,9 +204,36 @@ class Decoder:
         stored = torch.cat((normed, rotated[:, -1]), 1)[:num_tokens].unsqueeze(1)
         return torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored
 
+    def _out(
+        self, index: int, product: ProductName, matrix: Linear, x: torch.Tensor, lora: StepLora
+    ) -> torch.Tensor:
+        """Multiplies activations, of which this rank has computed `x`, by a matrix whose product is
+        added to the residual stream. Returns this rank's share of the product."""
+        x = self._inputs(x, matrix.weight.shape[1])
+        return lora.add(index, product, self._project(x, (matrix,)), x)
+
+    def _inputs(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """Returns the activations by which this rank's share of a matrix is multiplied. This rank
+        has computed `x`, and all ranks together `width` columns."""
+        return x if self._ranks.share.splits_inputs else self._ranks.gather(x, width)
+
+    def _whole(self, share: torch.Tensor) -> torch.Tensor:
+        """Returns the whole result [rows, hidden], of which this rank has computed `share`."""
+        if self._ranks.share.splits_inputs:
+            return self._ranks.sum(share)
+        return self._ranks.gather(share, self._config.hidden_size)
+
     def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora) -> torch.Tensor:
+        """Returns this rank's share of the output."""
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
         gate, up = gate_up.chunk(2, dim=-1)
+        if self._ranks is not ALONE:
+            # The bits of an activation function depend on whether torch computes an element in a
+            # vector, that is, on the element's place in its row. So, to get the same bits for any
+            # number of ranks, the function is applied to whole rows, as the only rank would.
+            num_inner = mlp.down.weight.shape[1]
+            parts = [self._inputs(part, num_inner) for part in (gate, up)]
+            gate, up = torch.cat(parts, 1).chunk(2, dim=-1)
         if self._config.gate_clamp is not None:
             gated = _gate_clamped(self._config.gate_clamp, gate, up)
         elif self._config.activation == "silu":
@@ -206,11 +251,12 @@ class Decoder:
         lora: StepLora,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
-        row, plus the output of the shared MLP. Each expert multiplies all rows for which it was
-        chosen at once."""
+        row, plus the output of the shared MLP; of all this, this rank's share. Each expert
+        multiplies all rows for which it was chosen at once."""
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
-        out = torch.zeros_like(x, dtype=torch.float32)
+        num_out = len(weights.mlps[0].down.weight)
+        out = torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
         if weights.shared is not None:
             out += self._mlp(index, weights.shared, x, lora)
         for expert, mlp in enumerate(weights.mlps):
@@ -228,7 +274,7 @@ class Decoder:
         normed = self._norm(last, self._weights.final_norm)
         self.final_hidden = normed[: rows.shape[0]]
         output = Linear(self._weights.output, None, self._weights.output_blocks)
-        logits = self._project(normed, (output,))
+        logits = self._ranks.gather(self._project(normed, (output,)), self._config.vocab_size)
         return final_logits(self._config, logits[: rows.shape[0]].float())
 
     def _added(
@@ -249,7 +295,9 @@ class Decoder:
         normalized separately or all heads of a row together."""
         if self._config.qk_norm == "head":
             return self._norm(heads, weight)
-        return self._norm(heads.flatten(1), weight).view(heads.shape)
+        own = heads.flatten(1)
+        normed = self._norm(gathered_heads(self._ranks, own, len(weight)), weight)
+        return own_heads(self._ranks.share, normed, own.shape[1]).view(heads.shape)
 
     def _project(self, x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
         """Multiplies x by several matrices, such as q, k and v. Returns the products side by side,
@@ -264,6 +312,22 @@ class Decoder:
                 self._kernels.linear(x, weight, bias, out=out[:, first:end])
                 first = end
         return out
+
+
+def gathered_heads(ranks: Collectives, own: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns the heads of all ranks, [rows, width]. `own` [rows, heads * D] has the heads of this
+    rank. Several ranks may have the same head."""
+    num_ranks = ranks.share.num_ranks
+    together = ranks.gather(own, num_ranks * own.shape[1])
+    num_copies = together.shape[1] // width
+    return together.view(len(own), num_ranks, -1)[:, ::num_copies].flatten(1)
+
+
+def own_heads(share: Share, heads: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns this rank's columns [rows, width] of the heads of all ranks."""
+    num_copies = share.num_ranks * width // heads.shape[1]
+    first = share.rank // num_copies * width
+    return heads[:, first : first + width]
 
 
 def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

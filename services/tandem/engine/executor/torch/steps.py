@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.torch.decoder import Decoder
 from tandem.engine.executor.torch.inputs import make_step_inputs
 from tandem.engine.executor.torch.lora import StepLora
@@ -19,9 +20,16 @@ from tandem_kernels.sampling import Draw, sample
 
 
 class TorchSteps:
-    def __init__(self, config: ModelConfig, weights: ModelWeights, numerics: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        numerics: str,
+        ranks: Collectives = ALONE,
+    ) -> None:
+        """`weights` is the share of one of `ranks`. All ranks compute the same steps."""
         self._kernels = kernels_for(weights.device.type, numerics)
-        self._decoder = Decoder(config, weights, self._kernels)
+        self._decoder = Decoder(config, weights, self._kernels, ranks)
         self._adapters: dict[str, LoraWeights] = {}
 
     def add_adapter(self, weights: LoraWeights) -> None:

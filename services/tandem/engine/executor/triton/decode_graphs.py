@@ -46,8 +46,10 @@ class DecodeGraphs:
         num_blocks: int,
         num_groups: int,
         device: torch.device,
+        rows: type[DecodeRows] = DecodeRows,
     ) -> None:
-        """On a CUDA device, compiles and tunes the kernels and records all graphs."""
+        """On a CUDA device, compiles and tunes the kernels and records all graphs. `rows` chooses
+        the row of each sequence."""
         self._sizes = bucket_sizes(num_seqs_max)
         table_width = -(-max_model_len // block_size)
         shapes = [StepShape(n, n, n, n, table_width, num_groups) for n in self._sizes]
@@ -61,7 +63,7 @@ class DecodeGraphs:
         # The largest graph is recorded first, so that later graphs reuse its memory.
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._buckets = [
-            _Bucket(shape, forward, block_size, num_blocks, context_of(shape), device, pool)
+            _Bucket(shape, forward, block_size, num_blocks, context_of(shape), device, pool, rows)
             for shape in reversed(shapes)
         ][::-1]
         if pool is not None:
@@ -94,11 +96,12 @@ class _Bucket:
         context_len: int,
         device: torch.device,
         pool: Any,
+        rows: type[DecodeRows] = DecodeRows,
     ) -> None:
         """The graph is recorded with contexts of `context_len` tokens."""
         is_cuda = device.type == "cuda"
         self._on_host = torch.empty(sum(shape.sizes), dtype=torch.int32, pin_memory=is_cuda)
-        self._rows = DecodeRows(self._on_host, shape)
+        self._rows = rows(self._on_host, shape)
         self._on_device = torch.zeros_like(self._on_host, device=device)
         self._views = StepViews.of(self._on_device, shape)
         self._forward = forward

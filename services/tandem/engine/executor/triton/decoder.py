@@ -19,13 +19,16 @@ import torch
 from torch.nn.functional import linear
 
 from tandem.engine.cache.layout.kv_groups import layer_places
+from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.torch.decoder import (
     choose,
     embedding_multiplier,
     final_logits,
+    gathered_heads,
+    own_heads,
     rope_tables,
 )
-from tandem.engine.executor.torch.lora import NO_LORA, AddsLora
+from tandem.engine.executor.torch.lora import NO_LORA, AddsLora, ProductName
 from tandem.engine.executor.triton.attention import HeadAttention, LayerStep
 from tandem.engine.executor.triton.experts import StackedExperts
 from tandem.engine.executor.triton.inputs import StepViews
@@ -53,8 +56,16 @@ def _nothing() -> None:
 
 
 class TritonDecoder:
-    def __init__(self, config: ModelConfig, weights: ModelWeights, max_model_len: int) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        max_model_len: int,
+        ranks: Collectives = ALONE,
+    ) -> None:
+        """`config` is the whole model's. `weights` is the share of one of `ranks`."""
+        self._config = config = ranks.share.config(config)
+        self._ranks = ranks
         self._weights = weights = weights.loaded()
         self._attention: HeadAttention | LatentAttention = (
             HeadAttention(config, max_model_len)
@@ -87,7 +98,8 @@ class TritonDecoder:
         """Computes a step. Writes the tokens' KV to `pools`, one pool for each KV group. Returns
         fp32 logits [rows of step.logit_rows, vocab].
 
-        `on_kv_launched` is called when all kernels that write KV are launched.
+        `on_kv_launched` is called when all kernels that write KV are launched; with several ranks,
+        when this rank has also heard from all others after theirs.
         """
         specs = self._config.layers
         eps = self._config.rms_norm_eps
@@ -96,6 +108,8 @@ class TritonDecoder:
             for rope, tables in self._frequencies.items()
         }
         x = embedded(self._weights, step.token_ids)
+        if x.shape[1] < self._config.hidden_size:
+            x = self._ranks.gather(x, self._config.hidden_size)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         delta: torch.Tensor | None = None
@@ -116,18 +130,22 @@ class TritonDecoder:
                     index,
                     lora,
                 ),
-                on_kv_launched if is_last else _nothing,
+                on_kv_launched if is_last and self._ranks is ALONE else _nothing,
             )
-            delta = _project(attended, (layer.attention_out,))
-            delta = lora.add(index, "attention_out", delta, attended)
+            delta = self._whole(
+                self._out(index, "attention_out", layer.attention_out, attended, lora)
+            )
+            if is_last and self._ranks is not ALONE:
+                on_kv_launched()
             delta = self._scaled(delta, layer.attention_post_norm)
             normed = self._add_norm(x, delta, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
-                delta = self._mlp(index, layer.mlp, normed, lora)
+                delta = self._whole(self._mlp(index, layer.mlp, normed, lora))
             else:
                 assert spec.experts is not None
                 assert stacked is not None
-                delta = self._mix(index, spec.experts, stacked, layer.mlp, normed, lora)
+                share = self._mix(index, spec.experts, stacked, layer.mlp, normed, lora)
+                delta = self._whole(share)
             delta = self._scaled(delta, layer.mlp_post_norm)
         assert delta is not None
         last = x[step.logit_rows]
@@ -135,11 +153,32 @@ class TritonDecoder:
         final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
         self.final_hidden = final
         output = Linear(self._weights.output, None, self._weights.output_blocks)
-        return final_logits(self._config, _product(final, output).float())
+        logits = self._ranks.gather(_product(final, output), self._config.vocab_size)
+        return final_logits(self._config, logits.float())
+
+    def _out(
+        self, index: int, product: ProductName, matrix: Linear, x: torch.Tensor, lora: AddsLora
+    ) -> torch.Tensor:
+        """Multiplies activations, of which this rank has computed `x`, by a matrix whose product is
+        added to the residual stream. Returns this rank's share of the product."""
+        x = self._inputs(x, matrix.weight.shape[1])
+        return lora.add(index, product, _project(x, (matrix,)), x)
+
+    def _inputs(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """Returns the activations by which this rank's share of a matrix is multiplied. This rank
+        has computed `x`, and all ranks together `width` columns."""
+        return x if self._ranks.share.splits_inputs else self._ranks.gather(x, width)
+
+    def _whole(self, share: torch.Tensor) -> torch.Tensor:
+        """Returns the whole result [rows, hidden], of which this rank has computed `share`."""
+        if self._ranks.share.splits_inputs:
+            return self._ranks.sum(share)
+        return self._ranks.gather(share, self._config.hidden_size)
 
     def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: AddsLora) -> torch.Tensor:
+        """Returns this rank's share of the output."""
         gated = self._gated(lora.add(index, "gate_up", _project(x, mlp.gate_up), x))
-        return lora.add(index, "down", _project(gated, (mlp.down,)), gated)
+        return self._out(index, "down", mlp.down, gated, lora)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         return gated_mul(gate_up, self._config.activation, self._clamp)
@@ -154,11 +193,14 @@ class TritonDecoder:
         lora: AddsLora,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
-        row, plus the output of the shared MLP."""
+        row, plus the output of the shared MLP; of all this, this rank's share."""
         router = weights.router
         logits = _product(x.to(router.weight.dtype), router)
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
-        mixed = stacked.mix(x, chosen, shares, self._gated)
+        num_inner = weights.mlps[0].down.weight.shape[1]
+        mixed = stacked.mix(
+            x, chosen, shares, lambda gate_up: self._inputs(self._gated(gate_up), num_inner)
+        )
         if weights.shared is not None:
             mixed += self._mlp(index, weights.shared, x, lora)
         return mixed.to(x.dtype)
@@ -190,11 +232,13 @@ class TritonDecoder:
         if self._config.qk_norm == "all":
             assert layer.q_norm is not None
             assert layer.k_norm is not None
-            first = 0
-            for weight in (layer.q_norm, layer.k_norm):
-                part = qkv[:, first : first + weight.shape[0]]
-                part.copy_(rms_norm(part, weight, self._config.rms_norm_eps))
-                first += weight.shape[0]
+            num_queries = self._config.num_attention_heads * self._config.head_dim
+            num_keys = self._config.num_kv_heads * self._config.head_dim
+            queries, keys, _ = torch.split(qkv, [num_queries, num_keys, num_keys], 1)
+            for own, weight in ((queries, layer.q_norm), (keys, layer.k_norm)):
+                heads = gathered_heads(self._ranks, own, len(weight))
+                normed = rms_norm(heads, weight, self._config.rms_norm_eps)
+                own.copy_(own_heads(self._ranks.share, normed, own.shape[1]))
         return qkv
 
 

@@ -1,21 +1,31 @@
 """Computes steps with the Triton kernels. For a step with one token per sequence, the host normally
 replays a recorded CUDA graph. For other steps, the host launches each kernel."""
 
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from triton import knobs
 
+from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.triton.decode_graphs import DecodeGraphs
 from tandem.engine.executor.triton.decoder import TritonDecoder
-from tandem.engine.executor.triton.inputs import StepViews, adapted_rows, write_step
+from tandem.engine.executor.triton.inputs import (
+    DecodeRows,
+    RowsInOrder,
+    StepViews,
+    adapted_rows,
+    write_step,
+)
 from tandem.engine.executor.triton.lora import TritonAdapters
-from tandem.engine.executor.triton.tuning_lock import tuning_alone
 from tandem.engine.executor.triton.tuning_shapes import repeated_blocks, tuned_chunks
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config.model import ModelConfig
+from tandem.models.files import writing
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.logprobs import logprobs
@@ -47,9 +57,14 @@ class TritonSteps:
         max_num_seqs: int,
         max_model_len: int,
         step_tokens: int,
+        ranks: Collectives = ALONE,
     ) -> None:
-        """`step_tokens` is the largest number of tokens of a step; steps of this size are tuned."""
-        self._decoder = TritonDecoder(config, weights, max_model_len)
+        """`step_tokens` is the largest number of tokens of a step; steps of this size are tuned.
+        `weights` is the share of one of `ranks`. All ranks compute the same steps."""
+        self._decoder = TritonDecoder(config, weights, max_model_len, ranks)
+        self._ranks = ranks
+        # In the interpreter, graphs record nothing.
+        self._has_graphs = ranks.is_recordable or weights.device.type == "cpu"
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._step_tokens = step_tokens
@@ -73,29 +88,30 @@ class TritonSteps:
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
         """Compiles and tunes the kernels and records the CUDA graphs for steps over these pools, so
-        that no request has to wait for these tasks. Workers on one card do this one after the
-        other.
+        that no request has to wait for these tasks. No other worker may do this on the same card at
+        the same time: both would measure each other's load and choose slow tile sizes. The runner
+        calls this while it holds the lock of GpuMemory.
 
         `pools` has one pool for each KV group. The pools contain only zeros before and after the
-        call.
+        call. Raises ConfigError if Triton's cache folder cannot be written.
         """
-        with tuning_alone(pools[0].device):
-            self._prepare(pools)
-
-    def _prepare(self, pools: Sequence[KvPool]) -> None:
         block_size = pools[0].block_size
         device = pools[0].device
+        if device.type == "cuda":
+            check_cache_folder()
         num_blocks = min(pool.layout.num_blocks for pool in pools)
         self._pools = pools
-        self._graphs = DecodeGraphs(
-            lambda views: self._forward_ahead(views, pools),
-            num_seqs_max=self._max_num_seqs,
-            max_model_len=self._max_model_len,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            num_groups=len(pools),
-            device=device,
-        )
+        if self._has_graphs:
+            self._graphs = DecodeGraphs(
+                lambda views: self._forward_ahead(views, pools),
+                num_seqs_max=self._max_num_seqs,
+                max_model_len=self._max_model_len,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                num_groups=len(pools),
+                device=device,
+                rows=DecodeRows if self._ranks is ALONE else RowsInOrder,
+            )
         if device.type == "cuda":
             self._tune_chunks(pools, num_blocks)
 
@@ -115,7 +131,8 @@ class TritonSteps:
     def drop_graphs(self) -> None:
         """Frees the graphs and the pools of the last `prepare`."""
         self._pools = None
-        del self._graphs
+        if self._has_graphs:
+            del self._graphs
 
     @torch.inference_mode()
     def start_sampling(
@@ -159,7 +176,9 @@ class TritonSteps:
         if self._pools is not pools:
             self.prepare(pools)
         device = pools[0].device
-        if self._graphs.fits(batch.slices):
+        if batch.is_ahead:
+            self._ranks.broadcast(self._drawn)  # only rank 0 has sampled
+        if self._has_graphs and self._graphs.fits(batch.slices):
             logits = self._graphs.run(batch.slices)
             written = _recorded_event(device) if on_kv_written else None
             if not all(piece.num_logits for piece in batch.slices):
@@ -196,6 +215,14 @@ class TritonSteps:
             self._adapters.of_step(adapted_rows(batch)),
         )
         return logits, written[0]
+
+
+def check_cache_folder() -> None:
+    """Raises ConfigError if Triton cannot write to its cache folder."""
+    folder = Path(knobs.cache.dir)
+    with writing(folder, "TRITON_CACHE_DIR"):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def _recorded_event(device: torch.device) -> torch.cuda.Event | None:

@@ -10,10 +10,10 @@ is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -34,6 +34,13 @@ from tandem.engine.executor.weights.rotary_rows import (
     query_rows,
     rotary_rows,
     token_products,
+)
+from tandem.engine.executor.weights.share import (
+    WHOLE,
+    Share,
+    joined_products,
+    share_of_layer,
+    share_of_outputs,
 )
 from tandem.engine.executor.weights.tensors_by_name import KeptFor, TensorsByName
 from tandem.models.checkpoint.check import check_weights
@@ -62,9 +69,11 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     kept_for: KeptFor = "",
+    share: Share = WHOLE,
     on_progress: OnProgress = ignore_progress,
 ) -> ModelWeights:
-    """Loads the weights in `dtype`.
+    """Loads the weights in `dtype`. With `share`, loads what one rank of a tensor-parallel engine
+    needs, for torch or Triton kernels.
 
     If `kept_for` is not empty, it names kernels. A quantized matrix then stays quantized if these
     kernels can read its format. The layers of the result are not loaded yet: each access to a layer
@@ -81,7 +90,9 @@ def load_weights(
             check_tied(stored)
     progress = LoadProgress(shapes, sum(file.stat().st_size for file in files), on_progress)
     pages = FilePages(files)
-    tensors = TensorsByName(stored, dtype=dtype, device=device, kept_for=kept_for, pages=pages)
+    # A rank divides mapped tensors, so it reads only its own rows, and moves its part then.
+    loaded_on = device if share.num_ranks == 1 else torch.device("cpu")
+    tensors = TensorsByName(stored, dtype=dtype, device=loaded_on, kept_for=kept_for, pages=pages)
     builder = _Builder(tensors, config, ExpertNames.of(config, stored))
     embedding = tensors.matrix(EMBEDDING)
     rows = embedding.blocks
@@ -91,14 +102,30 @@ def load_weights(
     progress.note(EMBEDDING)
     output = embedding if config.tie_word_embeddings else tensors.matrix(OUTPUT)
     progress.note(OUTPUT)
+    layers = _Layers(builder, config.layers, progress)
+    final_norm = builder.norm(FINAL_NORM)
+    if share.num_ranks == 1:
+        return ModelWeights(
+            embedding=embedding.weight,
+            embedding_blocks=rows,
+            layers=layers,
+            pages=pages,
+            final_norm=final_norm,
+            output=output.weight,
+            output_blocks=output.blocks,
+        )
+    output = share_of_outputs(output, share)
+    own = share.of(config.hidden_size)
     return ModelWeights(
-        embedding=embedding.weight,
-        embedding_blocks=rows,
-        layers=_Layers(builder, config.layers, progress),
+        embedding=_moved(
+            embedding.weight if rows else embedding.weight[:, own.start : own.stop], device
+        ),
+        embedding_blocks=_moved(rows, device),
+        layers=_RankLayers(layers, config, share, device),
         pages=pages,
-        final_norm=builder.norm(FINAL_NORM),
-        output=output.weight,
-        output_blocks=output.blocks,
+        final_norm=_moved(final_norm, device),
+        output=_moved(output.weight, device),
+        output_blocks=_moved(output.blocks, device),
     )
 
 
@@ -109,15 +136,8 @@ def _is_read_by_rows(embedding: Quantized | None) -> bool:
     return not isinstance(embedding, Fp8)
 
 
-class _Layers(Sequence[LayerWeights]):
+class _LoadedByAccess(Sequence[LayerWeights]):
     """The layers of a model. Each access to a layer loads that layer again."""
-
-    def __init__(
-        self, builder: _Builder, specs: Sequence[LayerSpec], progress: LoadProgress
-    ) -> None:
-        self._builder = builder
-        self._specs = specs
-        self._progress = progress
 
     @overload
     def __getitem__(self, index: int) -> LayerWeights: ...
@@ -128,7 +148,23 @@ class _Layers(Sequence[LayerWeights]):
     def __getitem__(self, index: int | slice) -> LayerWeights | list[LayerWeights]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+        return self._load(range(len(self))[index])
+
+    def _load(self, index: int) -> LayerWeights:
+        raise NotImplementedError
+
+
+class _Layers(_LoadedByAccess):
+    """The whole layers."""
+
+    def __init__(
+        self, builder: _Builder, specs: Sequence[LayerSpec], progress: LoadProgress
+    ) -> None:
+        self._builder = builder
+        self._specs = specs
+        self._progress = progress
+
+    def _load(self, index: int) -> LayerWeights:
         name = f"model.layers.{index}"
         layer = self._builder.layer(name, self._specs[index])
         self._progress.note(f"{name}.")
@@ -136,6 +172,43 @@ class _Layers(Sequence[LayerWeights]):
 
     def __len__(self) -> int:
         return len(self._specs)
+
+
+class _RankLayers(_LoadedByAccess):
+    """One rank's share of each layer, on the rank's device."""
+
+    def __init__(
+        self, layers: _Layers, config: ModelConfig, share: Share, device: torch.device
+    ) -> None:
+        self._layers = layers
+        self._config = config
+        self._share = share
+        self._device = device
+
+    def _load(self, index: int) -> LayerWeights:
+        layer = share_of_layer(self._layers[index], self._config, self._share)
+        if self._device.type == "cpu":
+            return layer  # views of the mapped files, which all ranks share
+        moved: LayerWeights = _moved(layer, self._device)
+        return joined_products(moved)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    """Moves the tensors in a dataclass or tuple to a device. Tensors on the device "meta", which
+    only have a shape, stay there."""
+    if isinstance(part, torch.Tensor):
+        return part if part.is_meta else part.to(device)
+    if isinstance(part, tuple):
+        return tuple(_moved(each, device) for each in part)
+    if isinstance(part, Quantized):
+        return part.to(device)
+    if is_dataclass(part) and not isinstance(part, type):
+        names = [field.name for field in fields(part)]
+        return replace(part, **{name: _moved(getattr(part, name), device) for name in names})
+    return part
 
 
 class _Builder:

@@ -16,9 +16,10 @@ import torch
 
 from tandem.engine.cache.layout.pool_memory import create_shared, map_shared, size_shared
 from tandem.engine.executor.native.decoder import NativeDecoder
-from tandem.engine.executor.native.packing import Panels, Share
-from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.native.packing import Panels, panels_of
+from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
+from tandem.engine.executor.weights.share import Share
 from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.kv_cache import KvPool, make_pool
 from tandem_kernels.native.library import RankEnded
@@ -220,7 +221,7 @@ def test_a_step_fails_when_a_rank_ends() -> None:
 def test_the_shares_of_all_ranks_are_the_whole() -> None:
     for num_out in (1, 16, 17, 203, 4096):
         for num_ranks in (1, 2, 3, 4, 7):
-            shares = [Share(rank, num_ranks).panels(num_out) for rank in range(num_ranks)]
+            shares = [panels_of(Share(rank, num_ranks), num_out) for rank in range(num_ranks)]
             rows = [row for share in shares for row in range(num_out)[share.rows(num_out)]]
             assert rows == list(range(num_out))
-    assert Share(1, 2).panels(40) == Panels(1, 2)
+    assert panels_of(Share(1, 2), 40) == Panels(1, 2)

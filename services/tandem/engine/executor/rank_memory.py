@@ -4,6 +4,11 @@ The memory is a memfd of many gigabytes, of which the system allocates only the 
 written:
 
     | header | buffers of a step | logits | message |
+
+The C++ kernels compute a step in the buffers. With other kernels, the ranks exchange tensors there
+instead (ranks/shared_memory.py):
+
+    | header | a header for each rank | first places of all ranks | second places of all ranks |
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ import mmap
 import os
 import pickle
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +32,7 @@ from tandem_kernels.native.library import SharedMemory, load
 _BUFFER_BYTES = 4 << 30
 _MAP_NORESERVE = 0x4000  # the mmap module of Python 3.11 and 3.12 has no constant for it
 _ALIGNMENT = 64
+_HEADER_BYTES = 4096  # room for one header (kSharedHeader of team.h)
 
 
 class Message(NamedTuple):
@@ -48,6 +55,8 @@ class RankMemory:
         self.num_ranks = num_ranks
         self._logits_at = library.shared_bytes(_BUFFER_BYTES)
         self._message_at = self._logits_at + _BUFFER_BYTES
+        self._places_at = (1 + num_ranks) * _HEADER_BYTES
+        self._place_bytes = _BUFFER_BYTES // num_ranks // _HEADER_BYTES * _HEADER_BYTES
         size = self._message_at + _BUFFER_BYTES
         flags = mmap.MAP_SHARED | _MAP_NORESERVE
         try:
@@ -61,8 +70,11 @@ class RankMemory:
             ) from error
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._address = self._bytes.ctypes.data
+        # Headers that count the exchanges of each rank.
+        self._headers = [self._address + (1 + at) * _HEADER_BYTES for at in range(num_ranks)]
         if rank == 0:
-            library.share(self._address)
+            for header in (self._address, *self._headers):
+                library.share(header)
 
     @classmethod
     def create(cls, num_ranks: int) -> RankMemory:
@@ -80,6 +92,26 @@ class RankMemory:
         return torch.frombuffer(
             self._memory, dtype=torch.float32, count=count, offset=self._logits_at
         )
+
+    def place(self, rank: int, turn: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns a rank's place for one exchanged tensor of the given shape. `turn` is 0 or 1."""
+        count = prod(shape)
+        if count * dtype.itemsize > self._place_bytes:
+            raise MemoryError(
+                f"ranks cannot exchange {count * dtype.itemsize} bytes at once, but at most "
+                f"{self._place_bytes}; compute fewer tokens in a step"
+            )
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        at = self._places_at + (turn * self.num_ranks + rank) * self._place_bytes
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=at).view(*shape)
+
+    def meet(self, num_before: int) -> None:
+        """Waits until all ranks have called this function `num_before` + 1 times, as this rank has
+        now. What they wrote before can be read then. Raises RankEnded."""
+        self._library.post(self._headers[self.rank])
+        for header in self._headers:
+            self._library.wait_for_message(header, num_before & 0xFFFFFFFF)
 
     def post(self, content: object, numbers: array[int] | None = None) -> None:
         """Sends a message to all other ranks, when they have taken the one before. Rank 0 calls
@@ -113,4 +145,5 @@ class RankMemory:
 
     def break_up(self) -> None:
         """Ends all waiting in all ranks, because one of them has ended."""
-        self._library.break_up(self._address)
+        for header in (self._address, *self._headers):
+            self._library.break_up(header)

@@ -1,0 +1,254 @@
+"""Divides a model's weights among the ranks of a tensor-parallel engine (torch and Triton kernels).
+
+matrix                     what a rank has of it
+q, k, v                    the outputs of its own heads. If there are fewer KV heads than ranks,
+                           several ranks have the same KV head.
+gate, up                   its share of the outputs, of each expert and of the shared MLP, too
+attention output, down     its share of the outputs; with `splits_inputs` its share of the inputs
+output (vocabulary)        its share of the outputs
+embedding                  its share of each token's elements; all of it if it is quantized
+latent attention           the matrices of its own heads, and all of the matrices that compute
+                           the latents
+norms, routers of experts  all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from tandem.engine.executor.weights.decoder_weights import (
+    ExpertWeights,
+    LatentWeights,
+    LayerWeights,
+    Linear,
+    Mlp,
+)
+from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights, Parts
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.model import ModelConfig
+from tandem_kernels.lora import LoraHeads, LoraPart
+
+
+class Share(NamedTuple):
+    """The place of one rank among the ranks of an engine."""
+
+    rank: int
+    num_ranks: int
+    # False: a rank computes its share of the outputs of each matrix from all inputs, so an output
+    # is the same sum for any number of ranks. True: the attention output and down matrices are
+    # divided by inputs instead, and the ranks' products have to be added.
+    splits_inputs: bool = False
+
+    def of(self, num: int) -> range:
+        """Returns this rank's part of the numbers from 0 to before `num`."""
+        return self.parts(num)[self.rank]
+
+    def parts(self, num: int) -> list[range]:
+        """Returns the part of each rank."""
+        ends = [num * rank // self.num_ranks for rank in range(self.num_ranks + 1)]
+        return [range(first, end) for first, end in pairwise(ends)]
+
+    def kv_heads(self, num: int) -> range:
+        """Returns this rank's heads of a model with `num` KV heads. If there are fewer heads than
+        ranks, it is one head, which other ranks have, too."""
+        first = num * self.rank // self.num_ranks
+        return range(first, first + max(1, num // self.num_ranks))
+
+    def config(self, model: ModelConfig) -> ModelConfig:
+        """Returns the config of a model with only this rank's heads."""
+        return replace(
+            model,
+            num_attention_heads=len(self.of(model.num_attention_heads)),
+            num_kv_heads=len(self.kv_heads(model.num_kv_heads)),
+        )
+
+
+WHOLE = Share(0, 1)
+
+
+def share_of_layer(layer: LayerWeights, config: ModelConfig, share: Share) -> LayerWeights:
+    """Returns the part of a layer's weights that a rank needs. `config` is the whole model's. The
+    tensors are views of the layer's tensors."""
+    heads = share.of(config.num_attention_heads)
+    mlp = layer.mlp
+    return replace(
+        layer,
+        qkv=_rows(layer.qkv, _qkv_outputs(config, share)),
+        attention_out=_out(layer.attention_out, _attention_inputs(config, share), share),
+        mlp=_experts(mlp, share) if isinstance(mlp, ExpertWeights) else _mlp(mlp, share),
+        sinks=None if layer.sinks is None else layer.sinks[heads.start : heads.stop],
+        latent=None if layer.latent is None else _latent(layer.latent, config, share),
+    )
+
+
+def share_of_lora(weights: LoraWeights, config: ModelConfig, share: Share) -> LoraWeights:
+    """Returns the part of an adapter that a rank needs. Of a matrix of which the rank has some
+    outputs, it has the same rows of B and all of A."""
+    own = share.of(config.num_attention_heads)
+    heads = slice(own.start, own.stop)
+
+    def of_heads(found: LoraHeads | None) -> LoraHeads | None:
+        return None if found is None else LoraHeads(found.a[heads], found.b[heads])
+
+    def out(parts: Parts, inputs: range) -> Parts:
+        if not share.splits_inputs:
+            return _lora_rows(parts, [share.of(config.hidden_size)])
+        columns = slice(inputs.start, inputs.stop)
+        return tuple(replace(part, a=part.a[:, columns].contiguous()) for part in parts)
+
+    def layer(whole: LoraLayer, spec: LayerSpec) -> LoraLayer:
+        num_inner = spec.experts.shared_inner if spec.experts else config.intermediate_size
+        inner = share.of(num_inner)
+        return LoraLayer(
+            qkv=_lora_rows(whole.qkv, _qkv_outputs(config, share)),
+            q_out=_lora_rows(whole.q_out, [_queries(config, share)]),
+            attention_out=out(whole.attention_out, _attention_inputs(config, share)),
+            gate_up=_lora_rows(whole.gate_up, [inner, _after(num_inner, inner)]),
+            down=out(whole.down, inner),
+            latent_keys=of_heads(whole.latent_keys),
+            latent_values=of_heads(whole.latent_values),
+        )
+
+    return replace(weights, layers=tuple(map(layer, weights.layers, config.layers)))
+
+
+def share_of_outputs(matrix: Linear, share: Share) -> Linear:
+    """Returns a rank's share of the outputs of a matrix, as a view."""
+    return _rows((matrix,), [share.of(len(matrix.weight))])[0]
+
+
+def joined_products(layer: LayerWeights) -> LayerWeights:
+    """Copies the matrices q, k and v to one matrix, and gate and up to another, so that one kernel
+    multiplies them. Quantized matrices stay separate."""
+
+    def mlp(weights: Mlp) -> Mlp:
+        return replace(weights, gate_up=_joined(weights.gate_up))
+
+    mlps = layer.mlp
+    if isinstance(mlps, ExpertWeights):
+        shared = None if mlps.shared is None else mlp(mlps.shared)
+        return replace(layer, qkv=_joined(layer.qkv), mlp=replace(mlps, shared=shared))
+    return replace(layer, qkv=_joined(layer.qkv), mlp=mlp(mlps))
+
+
+def _joined(parts: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    if len(parts) == 1 or any(part.blocks is not None for part in parts):
+        return parts
+    biases = [part.bias for part in parts if part.bias is not None]
+    weight = torch.cat([part.weight for part in parts])
+    return (Linear(weight, torch.cat(biases) if biases else None),)
+
+
+def _mlp(mlp: Mlp, share: Share) -> Mlp:
+    num_inner = sum(len(part.weight) for part in mlp.gate_up) // 2
+    own = share.of(num_inner)
+    gate_up = _rows(mlp.gate_up, [own, _after(num_inner, own)])
+    return Mlp(gate_up, _out(mlp.down, own, share))
+
+
+def _experts(weights: ExpertWeights, share: Share) -> ExpertWeights:
+    return replace(
+        weights,
+        mlps=tuple(_mlp(mlp, share) for mlp in weights.mlps),
+        shared=None if weights.shared is None else _mlp(weights.shared, share),
+    )
+
+
+def _latent(weights: LatentWeights, config: ModelConfig, share: Share) -> LatentWeights:
+    own = share.of(config.num_attention_heads)
+    heads = slice(own.start, own.stop)
+    queries = _queries(config, share)
+    return replace(
+        weights,
+        q_out=None if weights.q_out is None else weights.q_out[queries.start : queries.stop],
+        keys=weights.keys[heads],
+        values=weights.values[heads],
+    )
+
+
+def _queries(config: ModelConfig, share: Share) -> range:
+    """Returns the outputs of a rank's heads in the matrix that computes queries."""
+    size = config.head_dim if config.latent is None else config.latent.q_dim
+    return _times(share.of(config.num_attention_heads), size)
+
+
+def _qkv_outputs(config: ModelConfig, share: Share) -> list[range]:
+    """Returns the outputs that a rank has of the matrices that are multiplied by a layer's input.
+    The outputs of all matrices are counted from the first to the last."""
+    queries = _queries(config, share)
+    latent = config.latent
+    if latent is None:
+        first_key = config.num_attention_heads * config.head_dim
+        first_value = first_key + config.num_kv_heads * config.head_dim
+        kv = _times(share.kv_heads(config.num_kv_heads), config.head_dim)
+        return [queries, _after(first_key, kv), _after(first_value, kv)]
+    if latent.q_rank is not None:  # the first matrix computes the latents of queries
+        return [range(latent.q_rank), _after(latent.q_rank, range(latent.kv_dim))]
+    num_queries = config.num_attention_heads * latent.q_dim
+    return [queries, _after(num_queries, range(latent.kv_dim))]
+
+
+def _attention_inputs(config: ModelConfig, share: Share) -> range:
+    """Returns the inputs of the attention output's matrix that a rank's heads compute."""
+    size = config.head_dim if config.latent is None else config.latent.value_dim
+    return _times(share.of(config.num_attention_heads), size)
+
+
+def _out(matrix: Linear, inputs: range, share: Share) -> Linear:
+    """Returns a rank's share of a matrix whose inputs the ranks have computed. This rank has
+    computed `inputs`."""
+    if not share.splits_inputs:
+        return share_of_outputs(matrix, share)
+    assert matrix.blocks is None
+    bias = matrix.bias if share.rank == 0 else None  # added only once to the sum
+    return Linear(matrix.weight[:, inputs.start : inputs.stop], bias)
+
+
+def _rows(parts: Sequence[Linear], ranges: Sequence[range]) -> tuple[Linear, ...]:
+    """Returns a matrix for each range of rows. `parts` are one or several matrices, whose rows are
+    counted from the first to the last matrix. A range lies in one of them."""
+    found = []
+    for rows in ranges:
+        first = 0
+        for part in parts:
+            if rows.stop <= first + len(part.weight):
+                found.append(_between(part, rows.start - first, rows.stop - first))
+                break
+            first += len(part.weight)
+    assert len(found) == len(ranges)
+    return tuple(found)
+
+
+def _between(matrix: Linear, first: int, end: int) -> Linear:
+    return Linear(
+        matrix.weight[first:end],
+        None if matrix.bias is None else matrix.bias[first:end],
+        None if matrix.blocks is None else matrix.blocks.between(first, end),
+    )
+
+
+def _lora_rows(parts: Parts, ranges: Sequence[range]) -> Parts:
+    """Returns the parts that compute only the outputs `ranges`, which become consecutive."""
+    found = []
+    first = 0  # of the range among the rank's outputs
+    for rows in ranges:
+        for part in parts:
+            begin, end = max(rows.start, part.first), min(rows.stop, part.first + len(part.b))
+            if begin < end:
+                own = part.b[begin - part.first : end - part.first]
+                found.append(LoraPart(first + begin - rows.start, part.a, own))
+        first += len(rows)
+    return tuple(found)
+
+
+def _times(numbers: range, size: int) -> range:
+    return range(numbers.start * size, numbers.stop * size)
+
+
+def _after(first: int, numbers: range) -> range:
+    return range(first + numbers.start, first + numbers.stop)
