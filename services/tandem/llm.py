@@ -697,6 +697,7 @@ class _EngineThread:
         self._lock = Lock()
         # Why the engine has ended. "": it has not ended, and takes new sequences.
         self._end_reason = ""
+        self._rank_end = ""  # how a rank ended, if one ended early
         started: Future[tuple[int, int]] = Future()
         work = partial(self._run, folder, config, compiler, started)
         self._thread = Thread(target=work, name="engine", daemon=True)
@@ -740,7 +741,7 @@ class _EngineThread:
             start_thread = partial(
                 IoThread, on_job_end=lambda: self._calls.put(Engine.has_work)
             )  # any queued call wakes the engine's thread; this one has no other effect
-            runner = ModelRunner(folder, config)
+            runner = ModelRunner(folder, config, on_rank_end=self._note_rank_end)
             engine = Engine(config, runner, folder.fingerprint, compiler, start_thread)
             pool_tokens = engine.load().longest_sequence * config.block_size
         except BaseException as error:
@@ -756,7 +757,7 @@ class _EngineThread:
             log.exception(
                 "the engine of this LLM failed; its unfinished requests end with an error"
             )
-            reason = f"the engine of this LLM failed: {error!r}"
+            reason = f"the engine of this LLM failed: {self._rank_end or repr(error)}"
         finally:
             with self._lock:
                 self._end_reason = reason
@@ -764,6 +765,9 @@ class _EngineThread:
                 self._tell(sequence_id, NotNow(reason), is_last=True)
             engine.close()
             runner.close()
+
+    def _note_rank_end(self, text: str) -> None:
+        self._rank_end = text
 
     def _apply_calls(self, engine: Engine) -> bool:
         """Runs all queued calls of other threads. If the engine has no work, waits for a call

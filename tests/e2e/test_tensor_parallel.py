@@ -24,15 +24,17 @@ from tests.tiny_models import make_random_speaker
 
 NUM_TOKENS = 200  # so many that streams still run when a rank ends
 BEGUN = 4  # tokens of each stream when a rank ends
+SMALL_POOL = 100  # blocks: enough for the prompts, but not for all their answers at once
 RANK_MODULE = "tandem.engine.executor.rank_program"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with 8 query heads and 4 KV heads."""
+    """A model with 8 query heads and 4 KV heads. Its MLP is so large that workers load blocks from
+    tiers, which is always faster than to compute them."""
     folder = tmp_path_factory.mktemp("model")
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
-    return str(make_random_speaker(folder, **sizes).path)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return str(make_random_speaker(folder, **heads, hidden_size=128, intermediate_size=8192).path)
 
 
 PROMPTS = [random.Random(size).choices(range(100, 40_000), k=size) for size in (300, 170, 95, 33)]
@@ -135,6 +137,8 @@ async def test_tokens_do_not_depend_on_the_degree(
     with workers(redis_server, tmp_path, model, degrees, *options, "0") as cluster:
         for worker in cluster.workers.values():
             assert len(ranks_of(worker)) == degrees[worker.worker_id] - 1
+        records = await asyncio.to_thread(cluster.records)
+        assert {name: record["num_ranks"] for name, record in records.items()} == degrees
         async with open_client(cluster) as client:
             assert await answers(client) == expected
             assert await answers(client) == expected  # with warm caches
@@ -164,6 +168,83 @@ async def test_ranks_of_torch_kernels_exchange_blocks_with_one_rank(
         assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
+    prefill: int,
+    decode: int,
+    tier: str,
+    model: str,
+    expected: list[list[int]],
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+) -> None:
+    sizes = {
+        "host": ("--kv-host-memory", str(64 << 20)),
+        "disk": ("--kv-disk-path", str(tmp_path / "kv")),
+    }
+    options = (*sizes[tier], "--kv-tier-policy", "lru", "--num-blocks", str(SMALL_POOL))
+    options += ("--verify-blocks", "all", "--local-prefill-max-tokens", "0")
+    degrees = {"prefill-0": prefill, "decode-0": decode}
+    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
+
+        def loaded(worker_id: str) -> float:
+            return metric(cluster, worker_id, "tandem_kv_tier_blocks_loaded_total", tier=tier)
+
+        async with open_client(cluster) as client:
+            assert await answers(client) == expected
+            await fill_pools(client, seed=1)
+            assert await answers(client) == expected
+            assert loaded("decode-0") > 0  # the consumer's tier
+            await fill_pools(client, seed=2)
+            # The consumer has neither blocks nor copies now.
+            assert (await reset(cluster, "decode-0")).keys() == {"decode-0"}
+            before, pulled = loaded("prefill-0"), blocks_pulled(cluster)
+            assert await answers(client) == expected
+            assert loaded("prefill-0") > before  # the producer's tier
+            assert blocks_pulled(cluster) > pulled
+        await asyncio.to_thread(cluster.wait_idle)
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+        if tier == "disk":
+            # New workers load the copies that workers of the other degree have written.
+            for worker in cluster.workers.values():
+                worker.stop()
+            for worker_id, degree in degrees.items():
+                role = worker_id.partition("-")[0]
+                cluster.start_worker(worker_id, role, "--tensor-parallel", str(3 - degree))
+            await asyncio.to_thread(cluster.wait_ready)
+            async with open_client(cluster) as client:
+                assert await answers(client) == expected
+            assert loaded("decode-0") > 0
+            await asyncio.to_thread(cluster.wait_idle)
+
+
+async def fill_pools(client: httpx.AsyncClient, seed: int) -> None:
+    """Sends new prompts, with twice the tokens for which a pool has room."""
+    rng = random.Random(seed)
+    for _ in range(2 * SMALL_POOL * 16 // 400):
+        prompt = rng.choices(range(100, 40_000), k=400)
+        assert [event async for event in stream_completion(client, prompt, max_tokens=1)]
+
+
+def blocks_pulled(cluster: LocalCluster) -> float:
+    return sum(
+        metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+        for transport in ("nixl", "grpc")
+    )
+
+
+async def reset(cluster: LocalCluster, worker_id: str) -> dict[str, int]:
+    """Drops the cached blocks of a worker and their copies. Returns how many blocks by worker."""
+    async with httpx.AsyncClient(timeout=30) as client:
+        url = f"{cluster.admin_url}/reset_prefix_cache"
+        reply = await client.post(url, json={"worker_id": worker_id})
+    assert reply.status_code == 200, reply.text
+    dropped: dict[str, int] = reply.json()["dropped_blocks"]
+    return dropped
+
+
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 async def test_a_rank_that_ends_ends_its_worker_and_no_stream(
     how: str, model: str, expected: list[list[int]], redis_server: EmbeddedRedis, tmp_path: Path
@@ -181,9 +262,12 @@ async def test_a_rank_that_ends_ends_its_worker_and_no_stream(
         async with open_client(cluster) as client:
             assert await answers(client, end) == expected
         assert migrations(cluster, "crash") > 0
-        if how == "killed":
-            last_line = worker.log.read_text().splitlines()[-1]
-            assert last_line.endswith("rank 1 of the engine ended with status -9")
+        told = {
+            "killed": "ended with status -9",
+            "stopped": "does not answer: its process was stopped (SIGSTOP) for 4 s",
+        }
+        last_line = worker.log.read_text().splitlines()[-1]
+        assert last_line.endswith(f"rank 1 of the engine {told[how]}")
         del cluster.workers["decode-0"]
         await asyncio.to_thread(cluster.wait_idle)
 

@@ -81,7 +81,7 @@ class SimulatedRouter:
             self.config, self.generator, self.control, self.metrics, self.trail, self.access
         )
 
-    def put(self, worker_id: str, *tiers: TierUse, **load: int) -> None:
+    def put(self, worker_id: str, *tiers: TierUse, num_ranks: int = 1, **load: int) -> None:
         """Adds a worker or changes its load. The id begins with its role."""
         record = WorkerRecord(
             worker_id=worker_id,
@@ -97,6 +97,7 @@ class SimulatedRouter:
             compatibility=_KV,
             load=WorkerLoad(blocks_total=100, **load),
             tiers=tiers,
+            num_ranks=num_ranks,
         )
         client: Any = _UP if record.role == "decode" else None
         self.view._workers[worker_id] = KnownWorker(record, client)

@@ -9,9 +9,11 @@ import asyncio
 import gc
 import json
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -300,14 +302,44 @@ def test_arguments_that_do_not_exist_are_named(llm: LLM, folder: ModelFolder) ->
         plain.generate("Once", GREEDY, lora_request=LoRARequest("one", 1, "/nowhere"))
 
 
+def other_ranks() -> list[psutil.Process]:
+    """Returns the processes of the ranks of this process's engine, but for the first one."""
+    return [p for p in psutil.Process().children() if "rank_program" in " ".join(p.cmdline())]
+
+
 def test_several_ranks_answer_the_same(llm: LLM, folder: ModelFolder) -> None:
     with LLM(folder.path, tensor_parallel_size=2, **SETTINGS) as two:
-        ranks = [p for p in psutil.Process().children() if "rank_program" in " ".join(p.cmdline())]
+        ranks = other_ranks()
         assert len(ranks) == 1
         assert two.generate("Once", GREEDY)[0].outputs == llm.generate("Once", GREEDY)[0].outputs
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
     with pytest.raises(ConfigError, match="2 KV heads cannot be divided among 4 ranks"):
         LLM(folder.path, tensor_parallel_size=4)
+
+
+def test_a_rank_that_stays_stopped_is_an_error_that_names_it(
+    llm: LLM, folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = api._engine_config
+    monkeypatch.setattr(
+        api, "_engine_config", lambda *given: replace(config(*given), rank_stopped_s_max=2.0)
+    )
+    with LLM(folder.path, tensor_parallel_size=2, **SETTINGS) as two:
+        (rank,) = other_ranks()
+        rank.suspend()
+        threading.Timer(0.3, rank.resume).start()
+        assert two.generate("Once", GREEDY)[0].outputs == llm.generate("Once", GREEDY)[0].outputs
+        stream = two.generate_stream("Once", SamplingParams(max_tokens=500, ignore_eos=True))
+        next(stream)
+        rank.suspend()
+        told = r"rank 1 of the engine does not answer: its process was stopped \(SIGSTOP\) for 2 s"
+        began = time.monotonic()
+        with pytest.raises(NotNow, match=told):
+            list(stream)
+        assert time.monotonic() - began < 10
+        with pytest.raises(NotNow, match=told):
+            two.generate("Once", GREEDY)
+        assert not rank.is_running()
 
 
 def test_closing_frees_the_engine_and_its_threads(

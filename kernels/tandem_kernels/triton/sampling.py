@@ -33,7 +33,7 @@ _LEVELS = tl.constexpr(8)
 _DEEPEST = tl.constexpr(28.0)  # exp(-28) is so small a weight that it rounds to 0
 NUM_WARPS = 8
 _TILE = 4096
-_LEVELS_TILE = 1024  # smaller than _TILE, because each token is compared with each level
+_LEVELS_TILE = 512  # smaller than _TILE, because each token is compared with each level
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -140,23 +140,27 @@ def _sample(
             logits, vocab, largest, temperature, min_p, levels, LEVELS_TILE
         )
         row_of = (logits, listed_ids, listed_keys, vocab, largest, temperature)
-        if (top_k > 0) & (top_k < num_left):
-            key, above, mass_above, _n = _find(
-                row_of, levels, counts, masses, top_k - 1, True, TILE
-            )
-            mass = mass_above + (top_k - above) * _weight_of_key(key, largest, temperature)
-        if top_p < 1.0:
-            target = tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64) - 1
-            target = tl.maximum(tl.minimum(target, mass - 1), 0)
-            key, _above, mass_above, _n = _find(row_of, levels, counts, masses, target, False, TILE)
-            weight = _weight_of_key(key, largest, temperature)
-            mass = mass_above + ((target - mass_above) // weight + 1) * weight
-        target = (_uniform(seed, position) * mass.to(tl.float64)).to(tl.int64)
-        target = tl.minimum(target, mass - 1)
-        key, _above, mass_above, num_listed = _find(
-            row_of, levels, counts, masses, target, False, TILE
-        )
-        nth = (target - mass_above) // _weight_of_key(key, largest, temperature)
+        key = tl.full((), 0, tl.int32)
+        nth = tl.zeros((), tl.int64)
+        num_listed = 0
+        # A loop instead of three calls, because a call of `_find` is a lot of code.
+        for search in range(3):  # the thresholds of top_k, of top_p and of the token
+            has_top_k = (search == 0) & (top_k > 0) & (top_k < num_left)
+            has_top_p = (search == 1) & (top_p < 1.0)
+            if has_top_k | has_top_p | (search == 2):
+                share = tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64) - 1
+                drawn = (_uniform(seed, position) * mass.to(tl.float64)).to(tl.int64)
+                target = tl.maximum(tl.minimum(tl.where(search == 1, share, drawn), mass - 1), 0)
+                target = tl.where(search == 0, top_k - 1, target)
+                key, above, mass_above, num_listed = _find(
+                    row_of, levels, counts, masses, target, search == 0, TILE, LEVELS_TILE
+                )
+                weight = _weight_of_key(key, largest, temperature)
+                nth = (target - mass_above) // weight
+                if search == 0:
+                    mass = mass_above + (top_k - above) * weight
+                if search == 1:
+                    mass = mass_above + (nth + 1) * weight
         token = _nth_with_key(listed_ids, listed_keys, num_listed, key, nth, TILE)
     tl.store(tokens + row, token.to(tl.int64))
 
@@ -180,6 +184,12 @@ def _key(logits):
 
 
 @triton.jit
+def _logit(keys):
+    """Converts keys back to logits."""
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _weight(logits, largest, temperature):
     """Returns the weights of tokens as integers. The most likely token has the weight 2^40."""
     return (tl.exp(tl.div_rn(logits - largest, temperature)) * _UNIT).to(tl.int64)
@@ -187,25 +197,23 @@ def _weight(logits, largest, temperature):
 
 @triton.jit
 def _weight_of_key(key, largest, temperature):
-    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
-    return tl.maximum(_weight(bits.to(tl.float32, bitcast=True), largest, temperature), 1)
+    return tl.maximum(_weight(_logit(key), largest, temperature), 1)
 
 
 @triton.jit
 def _largest(logits, vocab, TILE: tl.constexpr):
     """Returns the largest logit of a row, and the lowest id of the tokens with this logit."""
-    largest = float("-inf")
-    token = 0
+    # Of equal logits, the lowest id gives the largest number. Threads compare their own tokens
+    # first, so that they wait for each other only once.
+    largest_of = tl.full((TILE,), -(1 << 63), tl.int64)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         tile = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
-        tile_largest, index = tl.max(
-            tile, 0, return_indices=True, return_indices_tie_break_left=True
-        )
-        if tile_largest > largest:
-            largest = tile_largest
-            token = start + index
-    return largest, token
+        numbers = (_key(tile).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
+        largest_of = tl.maximum(largest_of, tl.where(ids < vocab, numbers, -(1 << 63)))
+    number = tl.max(largest_of, 0)
+    token = (0xFFFFFFFF - (number & 0xFFFFFFFF)).to(tl.int32)
+    return _logit((number >> 32).to(tl.int32)), token
 
 
 @triton.jit
@@ -222,35 +230,46 @@ def _level_keys(largest, temperature):
 def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl.constexpr):
     """Returns, for each level, the number and the total weight of the tokens at or above the level.
     Also returns the number and the total weight of the tokens that min_p keeps."""
-    counts = tl.zeros((_LEVELS,), tl.int64)
-    masses = tl.zeros((_LEVELS,), tl.int64)
-    num_left = tl.zeros((), tl.int64)
-    mass_left = tl.zeros((), tl.int64)
+    # Threads sum over their own tokens first, so that they wait for each other only at the end.
+    counts = tl.zeros((TILE, _LEVELS), tl.int32)
+    masses = tl.zeros((TILE, _LEVELS), tl.int64)
+    num_left = tl.zeros((TILE,), tl.int64)
+    mass_left = tl.zeros((TILE,), tl.int64)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         tile = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
-        weights = _weight(tile, largest, temperature)
         is_left = (ids < vocab) & (tl.exp(tl.div_rn(tile - largest, temperature)) >= min_p)
-        num_left += tl.sum(is_left.to(tl.int64), 0)
-        mass_left += tl.sum(tl.where(is_left, weights, 0), 0)
-        is_above = (_key(tile)[:, None] >= levels[None, :]) & (ids < vocab)[:, None]
-        counts += tl.sum(is_above.to(tl.int64), 0)
-        masses += tl.sum(tl.where(is_above, weights[:, None], 0), 0)
-    return counts, masses, num_left, mass_left
+        num_left += is_left.to(tl.int64)
+        mass_left += tl.where(is_left, _weight(tile, largest, temperature), 0)
+        column = tile[:, None]
+        is_above = (_key(column) >= levels[None, :]) & (ids < vocab)[:, None]
+        counts += is_above.to(tl.int32)
+        masses += tl.where(is_above, _weight(column, largest, temperature), 0)
+    counts = tl.sum(counts.to(tl.int64), 0)
+    return counts, tl.sum(masses, 0), tl.sum(num_left, 0), tl.sum(mass_left, 0)
 
 
 @triton.jit
-def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
+def _find(
+    row_of,
+    levels,
+    counts,
+    masses,
+    target,
+    by_count,
+    LIST_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Finds a threshold: the largest key for which more than `target` tokens have this key or a
-    larger one. With `target` 49, this is the key of the 50th token. If BY_COUNT is false, the total
-    weight of these tokens must be more than `target`, instead of their number.
+    larger one. With `target` 49, this is the key of the 50th token. If `by_count` is false, the
+    total weight of these tokens must be more than `target`, instead of their number.
 
     Returns (key, number of tokens above the key, total weight of these tokens, number of listed
     tokens). All tokens with the key are listed (`_list_keys`). The number or total weight of all
     tokens must be above the target.
     """
     _logits, _listed_ids, listed_keys, _vocab, largest, temperature = row_of
-    measures = counts if BY_COUNT else masses
+    measures = tl.where(by_count, counts, masses)
     indices = tl.arange(0, _LEVELS)
     level = tl.sum((measures <= target).to(tl.int32), 0)
     low = tl.sum(tl.where(indices == level, levels, 0), 0)
@@ -259,42 +278,37 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
     above = tl.sum(tl.where(indices == level - 1, counts, 0), 0)
     mass_above = tl.sum(tl.where(indices == level - 1, masses, 0), 0)
 
-    num_listed = _list_keys(row_of, low, high, TILE)
+    num_listed = _list_keys(row_of, low, high, LIST_TILE)
 
-    # Each iteration finds two more bits of the key, from the highest to the lowest. Of the four
+    # Each iteration finds three more bits of the key, from the highest to the lowest. Of the eight
     # possible keys, it takes the largest one for which the tokens at or above are more than
-    # `target`.
+    # `target`. All eight are measured at once, because the threads wait for each other at each sum.
     found = tl.zeros((), tl.int64)  # the key found so far, plus 2^31
-    for turn in range(16):
-        step = tl.full((), 1, tl.int64) << (30 - 2 * turn)
-        first, second, third = found + step, found + 2 * step, found + 3 * step
-        measured = above if BY_COUNT else mass_above
-        first_measured, second_measured, third_measured = measured, measured, measured
+    for turn in range(11):
+        step = tl.full((), 1, tl.int64) << (30 - 3 * turn)
+        candidates = found + step * indices
+        measured = tl.zeros((TILE, _LEVELS), tl.int64)
         for start in range(0, num_listed, TILE):
             places = start + tl.arange(0, TILE)
-            keys = tl.load(listed_keys + places, mask=places < num_listed, other=0)
-            if BY_COUNT:
-                amounts = (places < num_listed).to(tl.int64)
-            else:
-                amounts = tl.where(
-                    places < num_listed, _weight_of_listed(keys, largest, temperature), 0
-                )
-            ranks = keys.to(tl.int64) + 2147483648
-            first_measured += tl.sum(tl.where(ranks >= first, amounts, 0), 0)
-            second_measured += tl.sum(tl.where(ranks >= second, amounts, 0), 0)
-            third_measured += tl.sum(tl.where(ranks >= third, amounts, 0), 0)
-        enough = (first_measured > target).to(tl.int64)
-        enough += (second_measured > target).to(tl.int64) + (third_measured > target).to(tl.int64)
-        found += enough * step
+            keys = tl.load(listed_keys + places, mask=places < num_listed, other=0)[:, None]
+            amounts = tl.where(by_count, 1, _weight(_logit(keys), largest, temperature))
+            is_above = keys.to(tl.int64) + 2147483648 >= candidates[None, :]
+            measured += tl.where(is_above & (places < num_listed)[:, None], amounts, 0)
+        measures = tl.where(by_count, above, mass_above) + tl.sum(measured, 0)
+        # The first candidate is enough in any case.
+        found += (tl.sum((measures > target).to(tl.int64), 0) - 1) * step
     key = (found - 2147483648).to(tl.int32)
 
+    num_above = tl.zeros((TILE,), tl.int64)
+    weights_above = tl.zeros((TILE,), tl.int64)
     for start in range(0, num_listed, TILE):
         places = start + tl.arange(0, TILE)
         keys = tl.load(listed_keys + places, mask=places < num_listed, other=0)
         is_above = (places < num_listed) & (keys > key)
-        above += tl.sum(is_above.to(tl.int64), 0)
-        weights = _weight_of_listed(keys, largest, temperature)
-        mass_above += tl.sum(tl.where(is_above, weights, 0), 0)
+        num_above += is_above.to(tl.int64)
+        weights_above += tl.where(is_above, _weight(_logit(keys), largest, temperature), 0)
+    above += tl.sum(num_above, 0)
+    mass_above += tl.sum(weights_above, 0)
     return key, above, mass_above, num_listed
 
 
@@ -303,8 +317,9 @@ def _list_keys(row_of, low, high, TILE: tl.constexpr):
     """Lists the tokens whose keys are at least `low` and less than `high`: writes their ids and
     keys to the row's buffers `listed_ids` and `listed_keys`. Returns their number."""
     logits, listed_ids, listed_keys, vocab, _largest, _temperature = row_of
+    # The sums at the end of `_find` have made all threads wait until each has read the tokens that
+    # an earlier call listed.
     num_listed = 0
-    tl.debug_barrier()  # waits until all threads have read the tokens listed by an earlier call
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         keys = _key(tl.load(logits + ids, mask=ids < vocab, other=float("-inf")))
@@ -315,12 +330,6 @@ def _list_keys(row_of, low, high, TILE: tl.constexpr):
         num_listed += tl.sum(is_listed.to(tl.int32), 0)
     tl.debug_barrier()  # makes the listed tokens visible to all threads
     return num_listed
-
-
-@triton.jit
-def _weight_of_listed(keys, largest, temperature):
-    bits = keys ^ ((keys >> 31) & 0x7FFFFFFF)
-    return _weight(bits.to(tl.float32, bitcast=True), largest, temperature)
 
 
 @triton.jit

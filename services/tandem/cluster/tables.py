@@ -19,7 +19,7 @@ from tandem.common.config.cluster import ROUTER_POOLS
 from tandem.common.kv_tiers import SHARED_TIERS
 
 _LOAD_COLUMNS = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV")
-_TIERS = "KV in tiers"
+_RANKS, _TIERS = "ranks", "KV in tiers"
 _MORE_COLUMNS = ("measured", "pulls from")
 _WHYS_MAX = 8
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
@@ -76,7 +76,11 @@ def worker_tables(
     """Yields the tables of the workers. `workers` has only the workers with a record in Redis.
     `known` has a row for every worker that the cluster knows."""
     rows = list(_rows(workers, known))
-    more = (_TIERS, *_MORE_COLUMNS) if any(row.tiers for row in rows) else _MORE_COLUMNS
+    more = [
+        *([_RANKS] if any(row.num_ranks > 1 for row in rows) else []),
+        *([_TIERS] if any(row.tiers for row in rows) else []),
+        *_MORE_COLUMNS,
+    ]
     wide = table(*_LOAD_COLUMNS, *more)
     for row in rows:
         wide.add_row(*map(Text, (*row.loads, *row.rest(more, ", "))))
@@ -154,6 +158,7 @@ class _Row:
 
     loads: list[str]
     has_record: bool = False
+    num_ranks: int = 1
     tiers: list[str] = field(default_factory=list)
     speed: str = ""
     peers: list[str] = field(default_factory=list)
@@ -164,7 +169,9 @@ class _Row:
         if not self.has_record:
             return ["-"]
         tiers, peers = (between.join(cell) or "-" for cell in (self.tiers, self.peers))
-        return [tiers, self.speed, peers] if _TIERS in columns else [self.speed, peers]
+        cells = dict(zip(_MORE_COLUMNS, (self.speed, peers), strict=True))
+        cells |= {_RANKS: str(self.num_ranks), _TIERS: tiers}
+        return [cells[column] for column in columns]
 
 
 def _rows(
@@ -183,8 +190,10 @@ def _rows(
             str(load["queued_tokens"]),
             f"{worker['kv_use']:.0%} of {load['blocks_total']}",
         ]
-        tiers = [_tier(tier) for tier in worker.get("tiers", ())]  # older routers send none
-        yield _Row(loads, True, tiers, _rates(worker.get("rates")), _pairs(worker))
+        # older routers send neither ranks nor tiers
+        tiers = [_tier(tier) for tier in worker.get("tiers", ())]
+        num_ranks = worker.get("num_ranks", 1)
+        yield _Row(loads, True, num_ranks, tiers, _rates(worker.get("rates")), _pairs(worker))
     for row in rows.values():
         yield _Row([row["worker_id"], row["pool"], _state_text(row)])
 

@@ -201,9 +201,9 @@ async def test_grpc_tells_and_sets_sizes(router: RunningRouter, stub: ClusterStu
         ("prefill", 0, 0),
         ("decode", 2, 2),
     ]
-    assert [(w.worker_id, w.role, w.pool) for w in state.workers] == [
-        ("decode-0", "decode", "decode"),
-        ("decode-1", "decode", "decode"),
+    assert [(w.worker_id, w.role, w.pool, w.num_ranks) for w in state.workers] == [
+        ("decode-0", "decode", "decode", 1),
+        ("decode-1", "decode", "decode", 1),
     ]
     view = router.router.view
     key = f"{{tandem:{view.cluster.cluster_id}}}"

@@ -77,6 +77,20 @@ LEVELS = """async () => {
   return [seen(columns), seen(columns.slice(0, 4))];
 }"""
 
+# Shows a worker with two ranks, one with one rank, and one of an older router's feed; returns the
+# line below the name of each.
+RANKS = """async () => {
+  const {take} = await import("./page/feed.js"), {showWorkers} = await import("./page/workers.js");
+  const seen = (ranks, columns) => {
+    const workers = {"decode-0": ["decode", "prefill", "ready", ranks].slice(0, columns.length)};
+    take("full", {workers, worker_columns: columns, sample_columns: [], step_s: 5, now: 0});
+    showWorkers();
+    return document.querySelector("#workers li .name .muted").innerText;
+  };
+  const columns = ["role", "pool", "state", "ranks"];
+  return [seen(2, columns), seen(1, columns), seen(2, columns.slice(0, 3))];
+}"""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
@@ -320,6 +334,11 @@ def test_a_row_has_a_bar_for_the_pool_and_for_each_tier(page: Any) -> None:
         ["50% in use 50%", "host 25% of 1,000 25%", "store 1,234 known 2%"],
         ["50% in use 50%"],
     ]
+
+
+def test_a_worker_of_several_ranks_says_how_many(page: Any) -> None:
+    one = "decode (of prefill)"
+    assert page.evaluate(RANKS) == [f"{one}, 2 ranks", one, one]
 
 
 def test_the_chart_of_tiers_says_what_each_holds(page: Any) -> None:

@@ -80,6 +80,18 @@ def test_what_tiers_hold_has_a_column_if_a_worker_has_one(width: int) -> None:
     assert "tiers" not in without
 
 
+@pytest.mark.parametrize("width", [300, 80])
+def test_ranks_have_a_column_if_a_worker_has_several(width: int) -> None:
+    several = worker("decode-0") | {"num_ranks": 4}
+    lines = shown(width, worker_tables, [several, worker("decode-1")], []).splitlines()
+    (header,) = [line for line in lines if "ranks" in line]
+    at = header.index("ranks")
+    cells = [line[at : at + 5].strip() for line in lines[lines.index(header) + 1 :]]
+    assert [cell for cell in cells if cell] == ["4", "1"]
+    single = worker("decode-0") | {"num_ranks": 1}
+    assert "ranks" not in shown(width, worker_tables, [single], [])
+
+
 def test_the_audit_trail_in_80_columns_has_each_entry_whole() -> None:
     why = "prefill must be an integer from 0 to 64, the wanted size of the pool and nothing else"
     entry = {

@@ -32,6 +32,7 @@ _RECORD_FIELDS = (
     "worker_id",
     "role",
     "state",
+    "num_ranks",
     "transports",
     "memory_free_bytes",
     "memory_total_bytes",

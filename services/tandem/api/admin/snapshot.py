@@ -49,6 +49,7 @@ WORKER_COLUMNS = (
     *("kv_used_percent", "kv_cached_percent", "transports", "address", "host", "memory_is_low"),
     # for each KV cache tier: its name, the number of blocks held, the number of blocks in total
     "tiers",
+    "ranks",  # number of processes that compute each step of the worker together
 )
 _REQUEST_FIELDS = (
     *("id", "kind", "created", "outcome", "error", "decode_worker", "first_decode_worker"),
@@ -218,7 +219,7 @@ def _latencies(first: Latency, following: Latency) -> dict[str, float | None]:
 def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
     if worker is None:
         role = row.pool
-        return (row.pool, role, row.state, row.note, 0, 0, 0, 0, 0, 0, 0, "", "", "", False, ())
+        return (row.pool, role, row.state, row.note, 0, 0, 0, 0, 0, 0, 0, "", "", "", False, (), 1)
     record = worker.record
     load = worker.load
     cached = 100 * load.blocks_cached / load.blocks_total if load.blocks_total else 0.0
@@ -231,6 +232,7 @@ def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
         _transports(rate.transport for rate in record.pairs.values()),
         *(record.address, record.host, is_low),
         tuple((tier.name, tier.blocks_held, tier.blocks_total) for tier in record.tiers),
+        record.num_ranks,
     )
 
 

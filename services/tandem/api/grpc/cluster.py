@@ -69,6 +69,7 @@ class GrpcCluster:
                     num_waiting=load.num_waiting,
                     num_leases=load.num_leases,
                     kv_use=load.kv_use,
+                    num_ranks=record.num_ranks,
                 )
                 for record, load in records
             ],

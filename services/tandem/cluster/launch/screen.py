@@ -114,13 +114,15 @@ def _precision(records: Sequence[WorkerRecord]) -> str:
 
 
 def _kernels(records: Sequence[WorkerRecord]) -> list[str]:
-    """Formats a line for each kind of kernels in use. Plain torch is shown in yellow."""
-    workers: dict[str, list[str]] = {}
+    """Formats a line for each kind of kernels and number of ranks. Plain torch is shown in
+    yellow."""
+    workers: dict[tuple[str, int], list[str]] = {}
     for record in records:
-        workers.setdefault(record.kernels, []).append(record.worker_id)
+        workers.setdefault((record.kernels, record.num_ranks), []).append(record.worker_id)
     lines = []
-    for kernels, names in sorted(workers.items()):
-        which = f" on {', '.join(names)}" if len(workers) > 1 else ""
+    for (kernels, num_ranks), names in sorted(workers.items()):
+        which = f", {num_ranks} ranks per worker" if num_ranks > 1 else ""
+        which += f" on {', '.join(names)}" if len(workers) > 1 else ""
         if kernels == "torch":
             text = f"plain torch{which}, several times slower than compiled kernels"
             lines.append(f"[yellow]{escape(text)}; `tandem logs {names[0]}` shows why[/]")

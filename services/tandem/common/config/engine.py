@@ -280,3 +280,6 @@ class EngineConfig(EngineOptions):
     # True: the engine's reports of stored blocks include the blocks' token ids, which KV events
     # need.
     report_block_tokens: Constant[bool] = False
+    # A rank that is stopped (SIGSTOP) for so many seconds is killed, which ends the engine. A
+    # worker sets its own engine_hang_timeout_s.
+    rank_stopped_s_max: Constant[float] = 60.0

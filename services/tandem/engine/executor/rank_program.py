@@ -76,6 +76,8 @@ class Member:
                 self._pipe.send(messages.Loaded())
             except TandemError as error:
                 self._pipe.send(messages.Loaded(str(error)))
+            except Exception as error:  # rank 0 would wait forever if this thread ended
+                self._pipe.send(messages.Loaded(f"rank {self._memory.rank}: {error!r}"))
 
 
 def main() -> int:

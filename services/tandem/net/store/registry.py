@@ -185,6 +185,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     # The worker's setting `prefill_at`, such as "local"; empty: not reported.
     prefill_at: str = ""
     kernels: str = ""  # the kernels that compute, such as "torch"; empty: not reported
+    num_ranks: int = 1  # number of processes that compute each step of the worker together
     # True: the worker refuses a request whose first token would be too late (`first_token_s` of the
     # message SubmitSequence).
     keeps_deadlines: bool = False

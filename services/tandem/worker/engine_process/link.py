@@ -103,7 +103,9 @@ class EngineLink:
             worker_id=self._config.worker_id,
             epoch=self._epoch,
             engine=replace(
-                self._config.engine, report_block_tokens=bool(self._config.events.kv_events)
+                self._config.engine,
+                report_block_tokens=bool(self._config.events.kv_events),
+                rank_stopped_s_max=self._config.engine_hang_timeout_s,
             ),
             transfer=self._config.transfer,
             commands_address=commands,

@@ -376,6 +376,7 @@ class Worker:
             metrics_address=self._metrics_address,
             model=self._model,
             kernels=self._kernels,
+            num_ranks=self.config.engine.tensor_parallel,
             max_model_len=self._max_model_len,
             compatibility=self.compatibility,
             load=self._load,

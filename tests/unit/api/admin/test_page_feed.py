@@ -45,7 +45,7 @@ async def next_of(viewer: Viewer) -> tuple[str, dict[str, Any]]:
 
 
 async def test_a_viewer_gets_all_and_then_only_what_changed(fed: SimulatedRouter) -> None:
-    fed.put("prefill-0", num_leases=2)
+    fed.put("prefill-0", num_leases=2, num_ranks=4)
     fed.put("prefill-1")
     fed.feed.sample(NOW)
     with fed.feed.viewing() as viewer:
@@ -55,6 +55,7 @@ async def test_a_viewer_gets_all_and_then_only_what_changed(fed: SimulatedRouter
         assert full["worker_columns"] == list(WORKER_COLUMNS)
         told = dict(zip(WORKER_COLUMNS, full["workers"]["prefill-0"], strict=True))
         assert (told["state"], told["leases"], told["address"]) == ("ready", 2, "10.0.0.1:5000")
+        assert told["ranks"] == 4
         assert full["head"]["headline"].startswith("All is well")
         assert len(full["samples"]) == 1
         assert len(full["samples"][0]) == len(full["sample_columns"])

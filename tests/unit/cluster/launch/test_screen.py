@@ -12,9 +12,9 @@ from tandem.common.worker_load import WorkerLoad
 from tandem.net.store.registry import KvCompatibility, WorkerRecord
 
 
-def decode_worker(kernels: str) -> WorkerRecord:
+def decode_worker(kernels: str, worker_id: str = "decode-0", num_ranks: int = 1) -> WorkerRecord:
     return WorkerRecord(
-        worker_id="decode-0",
+        worker_id=worker_id,
         epoch="e",
         role="decode",
         state="ready",
@@ -27,6 +27,7 @@ def decode_worker(kernels: str) -> WorkerRecord:
         compatibility=KvCompatibility("m", "bfloat16+blocks", "fast", 16, "bfloat16", "l", 1),
         load=WorkerLoad(blocks_total=2000),
         kernels=kernels,
+        num_ranks=num_ranks,
     )
 
 
@@ -65,6 +66,17 @@ def test_the_summary_has_what_a_person_needs_in_15_lines(
         "curl http://127.0.0.1:8000/v1/chat/completions",
     ):
         assert text in shown
+
+
+def test_the_ranks_of_workers_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = LaunchScreen(LaunchOptions())
+    several = decode_worker("native (avx2)", "decode-0", num_ranks=2)
+    screen.show_ready("m", MEMBERS, [several], "/logs")
+    assert "  kernels  compiled C++ (avx2), 2 ranks per worker\n" in capsys.readouterr().out
+    screen.show_ready("m", MEMBERS, [several, decode_worker("native (avx2)", "decode-1")], "/logs")
+    shown = capsys.readouterr().out
+    assert "  kernels  compiled C++ (avx2) on decode-1\n" in shown
+    assert "  kernels  compiled C++ (avx2), 2 ranks per worker on decode-0\n" in shown
 
 
 def test_plain_torch_and_missing_decode_workers_are_named(

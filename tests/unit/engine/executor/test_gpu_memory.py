@@ -534,6 +534,7 @@ def test_graphs_are_recorded_once_to_be_measured_and_once_over_the_pool(
     prepare, run, drop = triton.prepare, triton._run_mixed, triton.drop_graphs
 
     def record(pools: Any) -> None:
+        assert plan._lock is not None  # no other worker tunes kernels at the same time
         card.take(30 * MB, f"record over {pools[0].layout.num_blocks} blocks")
         prepare(pools)
 
@@ -557,3 +558,4 @@ def test_graphs_are_recorded_once_to_be_measured_and_once_over_the_pool(
     step = "step of 20 tokens"
     assert card.calls == ["record over 3 blocks", step, step, "drop", "record over 9 blocks"]
     assert not runner.pools[0].memory.any()
+    assert plan._lock is None

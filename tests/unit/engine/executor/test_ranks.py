@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
-from tandem.errors import AdapterUnavailable, ConfigError
+from tandem.errors import AdapterUnavailable, ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder
 from tandem_kernels.native.library import RankEnded
 from tandem_kernels.sampling import Draw
 from tests.lora_adapters import ALL, describe, write_adapter
+from tests.model_engines import make_model_engine
 from tests.step_batches import mixed_steps, place
 from tests.tiny_models import FAMILIES, make_tiny_model
 from tests.unit.engine.executor.test_lora import add, run
+from tests.unit.engine.tiers.test_tiers import run as answer
 
 PROMPTS = [[(7 * i + 3 * size) % 200 for i in range(size)] for size in (40, 17, 5, 33)]
 CHUNKS = (1, 3, 16, 40)
@@ -227,6 +232,25 @@ def test_adapters_are_on_all_ranks(family: str, settings: dict[str, Any], tmp_pa
     assert not torch.equal(found[0][1], found[1][1])
 
 
+def test_copies_on_disk_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path / "model")
+    tier = {"kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 64 << 20}
+    prompt = [(13 * i) % 200 for i in range(70)]
+    found = []
+    for num_ranks in (2, 1):
+        engine, runner = make_model_engine(
+            folder, tensor_parallel=num_ranks, num_blocks=9, kv_tier_policy="lru", **tier
+        )
+        found.append(answer(engine, prompt))
+        engine.close()
+        runner.close()
+    assert [outcome.ends["0"].cached for outcome in found] == [
+        CachedTokens(),
+        CachedTokens(disk=64),
+    ]
+    assert found[0].token_ids == found[1].token_ids
+
+
 def test_a_broken_adapter_is_refused_and_the_ranks_go_on(tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path / "model")
     write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL), r=4)
@@ -236,9 +260,26 @@ def test_a_broken_adapter_is_refused_and_the_ranks_go_on(tmp_path: Path) -> None
         (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"nothing")
         with pytest.raises((ConfigError, AdapterUnavailable)):
             runner.load_adapter(adapter)
+        assert runner._members is not None
+        nothing: Any = None
+        with pytest.raises(ConfigError, match="rank 1: AttributeError"):
+            runner._members.load_adapter(nothing)
         assert len([*mixed_steps(runner, PROMPTS, CHUNKS, seed=7)]) > 4
     finally:
         runner.close()
+
+
+def test_a_rank_that_stays_stopped_while_it_loads_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(subprocess.Popen[bytes]):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.send_signal(signal.SIGSTOP)
+
+    monkeypatch.setattr(subprocess, "Popen", Stopped)
+    with pytest.raises(WorkerLost, match=r"rank 1 of the engine does not answer: .* for 1 s"):
+        runner_of(tiny("llama", tmp_path), 2, rank_stopped_s_max=1.0)
 
 
 def test_an_error_of_a_rank_while_it_loads_is_the_error_of_the_runner(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         sampling._sample,
         {"logits": "*fp32", "numbers": "*i64", "tokens": "*i64"}
         | {"listed_ids": "*i32", "listed_keys": "*i32"},
-        {"TILE": 4096, "LEVELS_TILE": 1024},
+        {"TILE": 4096, "LEVELS_TILE": 512},
     ),
     (edits._edit, {"logits": "*fp32", "numbers": "*i32"}, {"TILE": 256}),
     (edits._mask, {"logits": "*fp32", "words": "*i32"}, {"TILE": 4096}),

@@ -70,7 +70,8 @@ function fill(cells, [id, w]) {
   const ill = isIll(w), other = w.role === "prefill" ? "decode" : "prefill";
   const low = w.memory_is_low ? " (memory is low)" : "";
   setText(cells.id, id);
-  setText(cells.role, w.role + (w.pool && w.pool !== w.role ? ` (of ${w.pool})` : ""));
+  const pool = w.pool && w.pool !== w.role ? ` (of ${w.pool})` : "", ranks = w.ranks > 1 ? `, ${w.ranks} ranks` : "";
+  setText(cells.role, w.role + pool + ranks);
   setText(cells.state, w.state + (w.note ? `: ${w.note}` : "") + low);
   cells.state.className = low ? "bad" : CHANGING.has(w.state) ? "wait" : ill ? "bad" : w.state === "ready" ? "good" : "";
   setText(cells.work, w.address ? work(w) : "");

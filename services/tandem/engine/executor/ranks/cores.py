@@ -15,5 +15,5 @@ def pin_to_share(config: EngineConfig, rank: int) -> None:
     """
     cores = sorted(os.sched_getaffinity(0))
     num = config.num_threads
-    if not os.environ.get("NOPIN") and len(cores) == num * config.tensor_parallel:
+    if len(cores) == num * config.tensor_parallel:
         os.sched_setaffinity(0, cores[rank * num : (rank + 1) * num])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
+from tandem.common.process.endings import is_stopped
 from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.errors import ConfigError, WorkerLost
@@ -24,13 +27,15 @@ log = logging.getLogger(__name__)
 
 MODULE = "tandem.engine.executor.rank_program"
 _END_S = 5.0  # longest time for a rank to end by itself
+_LOOK_S = 1.0  # interval at which rank 0 looks whether another rank is stopped
 
 
 class Members:
     """The processes of ranks 1 and up.
 
-    A rank ends when rank 0 ends. If a rank ends first, `on_end` is called in a thread. If it
-    returns, no rank waits for the ended one any more: every step raises RankEnded.
+    A rank ends when rank 0 ends. If a rank ends first, `on_end` is called in a thread with a text
+    that says how. If it returns, no rank waits for the ended one any more: every step raises
+    RankEnded. A rank that is stopped for `config.rank_stopped_s_max` seconds is killed.
     """
 
     def __init__(
@@ -52,14 +57,12 @@ class Members:
         ]
 
     def wait_until_loaded(self) -> None:
-        """Waits until all ranks have loaded their weights, and watches them from then on. Raises
-        ConfigError, or WorkerLost if a rank ends."""
+        """Waits until all ranks have loaded their weights. Raises ConfigError, or WorkerLost if a
+        rank ends. From then on, `on_end` is called if a rank ends."""
         for member in self._ranks:
             member.answer()
         for member in self._ranks:
-            threading.Thread(
-                target=self._watch, args=(member,), name="watch-rank", daemon=True
-            ).start()
+            member.end_text.add_done_callback(self._report_end)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Loads an adapter in all ranks, in any thread. Raises ConfigError, or WorkerLost if a rank
@@ -82,15 +85,13 @@ class Members:
         for member in self._ranks:
             member.end()
 
-    def _watch(self, member: _Member) -> None:
-        status = member.process.wait()
+    def _report_end(self, end_text: Future[str]) -> None:
         if self._is_closed:
             return
         self._has_ended = True
-        text = f"rank {member.rank} of the engine ended with status {status}"
-        log.error("%s, so the engine cannot compute any more", text)
+        log.error("%s, so the engine cannot compute any more", end_text.result())
         try:
-            self._on_end(text)
+            self._on_end(end_text.result())
         finally:
             self.memory.break_up()
 
@@ -100,6 +101,8 @@ class _Member:
 
     def __init__(self, settings: messages.Settings) -> None:
         self.rank = settings.rank
+        self._stopped_s_max = settings.config.rank_stopped_s_max
+        self.end_text: Future[str] = Future()  # how the process ended; set when it has ended
         self.pipe: Connection[Any, Any]
         self.pipe, others = Pipe()
         fds = (others.fileno(), settings.memory_fd, settings.pool_fd)
@@ -109,6 +112,8 @@ class _Member:
             pass_fds=fds,
         )
         others.close()
+        pidfd = os.pidfd_open(self.process.pid)
+        threading.Thread(target=self._watch, args=(pidfd,), name="watch-rank", daemon=True).start()
         self._send(settings)
 
     def load(self, adapter: Adapter) -> None:
@@ -120,13 +125,30 @@ class _Member:
         try:
             found = self.pipe.recv()
         except (EOFError, OSError):
-            status = self.process.wait()
             raise WorkerLost(
-                f"rank {self.rank} of the engine ended with status {status} while it loaded; lines "
-                "before this one may say why"
+                f"{self.end_text.result()} while it loaded; lines before this one may say why"
             ) from None
         if found.error:
             raise ConfigError(found.error)
+
+    def _watch(self, pidfd: int) -> None:
+        """Waits until the process ends, and kills it if it is stopped for too long. `pidfd` is
+        readable when the process has ended; this method closes it."""
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        # The time is counted in looks, not read from a clock. If all processes are stopped for a
+        # while, as by Ctrl-Z, no look happens.
+        stopped_s = 0.0
+        while stopped_s < self._stopped_s_max and not poll.poll(_LOOK_S * 1000):
+            stopped_s = stopped_s + _LOOK_S if is_stopped(self.process.pid) else 0.0
+        os.close(pidfd)
+        if stopped_s < self._stopped_s_max:
+            how = f"ended with status {self.process.wait()}"
+        else:
+            self.process.kill()
+            self.process.wait()
+            how = f"does not answer: its process was stopped (SIGSTOP) for {stopped_s:g} s"
+        self.end_text.set_result(f"rank {self.rank} of the engine {how}")
 
     def _send(self, message: object) -> None:
         with suppress(OSError):  # the rank has ended, as `answer` notices

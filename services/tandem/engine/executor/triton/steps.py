@@ -1,11 +1,13 @@
 """Computes steps with the Triton kernels. For a step with one token per sequence, the host normally
 replays a recorded CUDA graph. For other steps, the host launches each kernel."""
 
+import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from triton import knobs
 
 from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.triton.decode_graphs import DecodeGraphs
@@ -18,12 +20,12 @@ from tandem.engine.executor.triton.inputs import (
     write_step,
 )
 from tandem.engine.executor.triton.lora import TritonAdapters
-from tandem.engine.executor.triton.tuning_lock import tuning_alone
 from tandem.engine.executor.triton.tuning_shapes import repeated_blocks, tuned_chunks
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config.model import ModelConfig
+from tandem.models.files import writing
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.logprobs import logprobs
@@ -86,19 +88,17 @@ class TritonSteps:
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
         """Compiles and tunes the kernels and records the CUDA graphs for steps over these pools, so
-        that no request has to wait for these tasks. Workers on one card do this one after the
-        other.
+        that no request has to wait for these tasks. No other worker may do this on the same card at
+        the same time: both would measure each other's load and choose slow tile sizes. The runner
+        calls this while it holds the lock of GpuMemory.
 
         `pools` has one pool for each KV group. The pools contain only zeros before and after the
-        call.
+        call. Raises ConfigError if Triton's cache folder cannot be written.
         """
-        # Rank 0 holds the lock for all ranks, which tune in steps that they compute together.
-        with tuning_alone(pools[0].device) if self._ranks.share.rank == 0 else nullcontext():
-            self._prepare(pools)
-
-    def _prepare(self, pools: Sequence[KvPool]) -> None:
         block_size = pools[0].block_size
         device = pools[0].device
+        if device.type == "cuda":
+            check_cache_folder()
         num_blocks = min(pool.layout.num_blocks for pool in pools)
         self._pools = pools
         if self._has_graphs:
@@ -215,6 +215,14 @@ class TritonSteps:
             self._adapters.of_step(adapted_rows(batch)),
         )
         return logits, written[0]
+
+
+def check_cache_folder() -> None:
+    """Raises ConfigError if Triton cannot write to its cache folder."""
+    folder = Path(knobs.cache.dir)
+    with writing(folder, "TRITON_CACHE_DIR"):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def _recorded_event(device: torch.device) -> torch.cuda.Event | None:

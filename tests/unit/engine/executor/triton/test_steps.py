@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,23 +238,27 @@ def test_triton_is_refused_where_it_cannot_run(
         ModelRunner(folder, replace(config, numerics="invariant"))
 
 
-def test_kernels_are_tuned_over_the_servers_steps_in_the_cards_lock(
+def test_a_cache_folder_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock is held for all of `prepare`. The tuned chunk has the tokens of the largest step and
-    a prefix; a pool with too few blocks is repeated and is left zero."""
-    from tandem.engine.executor.triton import steps as module
+    from triton import knobs
 
-    is_locked = False
+    from tandem.engine.executor.triton.steps import check_cache_folder
 
-    @contextmanager
-    def lock(device: torch.device) -> Iterator[None]:
-        nonlocal is_locked
-        is_locked = True
-        yield
-        is_locked = False
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "new" / "triton"))
+    check_cache_folder()
+    assert not list((tmp_path / "new" / "triton").iterdir())
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="TRITON_CACHE_DIR"):
+        check_cache_folder()
 
-    monkeypatch.setattr(module, "tuning_alone", lock)
+
+def test_kernels_are_tuned_over_the_servers_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tuned chunk has the tokens of the largest step and a prefix; a pool with too few blocks
+    is repeated and is left zero."""
     monkeypatch.setattr(tuning_shapes, "CONTEXT_LEN", 64)
     folder, _ = make_tiny_model("llama", tmp_path, num_hidden_layers=1)
     config = EngineConfig(
@@ -269,20 +272,18 @@ def test_kernels_are_tuned_over_the_servers_steps_in_the_cards_lock(
     run_mixed = steps._run_mixed
 
     def run(batch: StepBatch, *args: Any, **named: Any) -> Any:
-        assert is_locked
         batches.append(batch)
         return run_mixed(batch, *args, **named)
 
     monkeypatch.setattr(steps, "_run_mixed", run)
-    prepare = steps._prepare
+    prepare = steps.prepare
 
     def prepare_as_on_a_gpu(pools: Sequence[KvPool]) -> None:
         prepare(pools)
         steps._tune_chunks(pools, 5)
 
-    monkeypatch.setattr(steps, "_prepare", prepare_as_on_a_gpu)
+    monkeypatch.setattr(steps, "prepare", prepare_as_on_a_gpu)
     runner.allocate(5)
-    assert not is_locked
     slices = [batch.slices[0] for batch in batches]
     assert [(piece.num_tokens, piece.context_len) for piece in slices] == [(24, 64), (24, 64)]
     assert slices[0].block_table == [0, 1, 2, 3, 4, 0, 1, 2]

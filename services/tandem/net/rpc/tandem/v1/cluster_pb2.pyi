@@ -25,7 +25,7 @@ class PoolState(_message.Message):
     def __init__(self, name: _Optional[str] = ..., wanted: _Optional[int] = ..., running: _Optional[int] = ..., ready: _Optional[int] = ..., serving: _Optional[int] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "pool", "state", "num_running", "num_waiting", "num_leases", "kv_use")
+    __slots__ = ("worker_id", "role", "pool", "state", "num_running", "num_waiting", "num_leases", "kv_use", "num_ranks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class WorkerState(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     KV_USE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     pool: str
@@ -42,7 +43,8 @@ class WorkerState(_message.Message):
     num_waiting: int
     num_leases: int
     kv_use: float
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_leases: _Optional[int] = ..., kv_use: _Optional[float] = ...) -> None: ...
+    num_ranks: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pool: _Optional[str] = ..., state: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_leases: _Optional[int] = ..., kv_use: _Optional[float] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class AutoscaleDecision(_message.Message):
     __slots__ = ("pool", "size", "why")
