@@ -52,7 +52,14 @@ GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0
 class Bench:
     """The rows of the table, and the two floors that everything is held against."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
+    def __init__(
+        self,
+        size: Size,
+        device: torch.device,
+        on_row: Callable[[dict[str, Any]], object] | None = None,
+    ) -> None:
+        """`on_row` is called with each row as it comes. Without it, rows are printed."""
+        self._on_row = on_row
         self.size = size
         self.device = device
         self.rows: list[dict[str, Any]] = []
@@ -80,6 +87,9 @@ class Bench:
         row = {"what": what, "floor_ms": floor_s * 1e3, "measured_ms": measured_s * 1e3}
         row |= {"ratio": floor_s / measured_s, "goal": goal}
         self.rows.append(row)
+        if self._on_row is not None:
+            self._on_row(row)
+            return
         wanted = "" if goal is None else f"   goal {goal:.0%}"
         times = f"{row['floor_ms']:10.3f} ms{row['measured_ms']:10.3f} ms{row['ratio']:8.1%}"
         print(f"{what:60}{times}{wanted}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,8 +80,16 @@ SMOKE = Size(
 )
 
 
-def make_weights(size: Size, device: torch.device) -> tuple[ModelConfig, ModelWeights]:
-    """Random, bfloat16, scaled so that activations stay finite through all layers."""
+def plain(matrix: torch.Tensor) -> Linear:
+    return Linear(matrix, None)
+
+
+def make_weights(
+    size: Size, device: torch.device, form: Callable[[torch.Tensor], Linear] | None = None
+) -> tuple[ModelConfig, ModelWeights]:
+    """Random, bfloat16, scaled so that activations stay finite through all layers. `form` makes the
+    matrices of the layers from such numbers; the default keeps them."""
+    form = form or plain
     config = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=size.vocab,
@@ -112,14 +121,14 @@ def make_weights(size: Size, device: torch.device) -> tuple[ModelConfig, ModelWe
     layers = tuple(
         LayerWeights(
             attention_norm=ones(),
-            qkv=(Linear(matrix(q_size + 2 * kv_size, size.hidden), None),),
+            qkv=(form(matrix(q_size + 2 * kv_size, size.hidden)),),
             q_norm=None,
             k_norm=None,
-            attention_out=Linear(matrix(size.hidden, q_size), None),
+            attention_out=form(matrix(size.hidden, q_size)),
             mlp_norm=ones(),
             mlp=Mlp(
-                gate_up=(Linear(matrix(2 * size.inner, size.hidden), None),),
-                down=Linear(matrix(size.hidden, size.inner), None),
+                gate_up=(form(matrix(2 * size.inner, size.hidden)),),
+                down=form(matrix(size.hidden, size.inner)),
             ),
         )
         for _ in range(size.layers)

@@ -74,7 +74,16 @@ class HostTier:
 
 def measure_tiers(bench: Bench, steps: TritonSteps, pools: list[KvPool]) -> None:
     """Bytes, both directions, and the first token of a prompt that is in host memory."""
-    size, memory = bench.size, pools[0].memory
+    tier, in_s = measure_copies(bench, pools[0].memory)
+    measure_first_token(bench, steps, pools, tier, in_s)
+
+
+def measure_copies(
+    bench: Bench, memory: torch.Tensor, goal: float | None = None
+) -> tuple[HostTier, float]:
+    """Copies the blocks of a prompt, in both directions. `goal` is for the copies straight to and
+    from pinned memory. Returns the tier with these copies, and the seconds of one copy in."""
+    size = bench.size
     num_tokens = size.chunks[-1]
     num_blocks, block_bytes = -(-num_tokens // size.block_size), memory.shape[1]
     num_bytes, first = num_blocks * block_bytes, len(memory) - num_blocks
@@ -94,12 +103,13 @@ def measure_tiers(bench: Bench, steps: TritonSteps, pools: list[KvPool]) -> None
         ),
     }
     for how, tier in tiers.items():
+        wanted = goal if how == "straight" else None
         check_bytes(tier, memory, num_blocks, first)
         measured_s = bench.wall_seconds(tier.write, size.repeats)
-        bench.add(f"{what} to host memory, {how} (floor: one copy)", out_s, measured_s)
+        bench.add(f"{what} to host memory, {how} (floor: one copy)", out_s, measured_s, wanted)
         measured_s = bench.wall_seconds(partial(tier.load, first), size.repeats)
-        bench.add(f"{what} from host memory, {how} (floor: one copy)", in_s, measured_s)
-    measure_first_token(bench, steps, pools, tiers["straight"], in_s)
+        bench.add(f"{what} from host memory, {how} (floor: one copy)", in_s, measured_s, wanted)
+    return tiers["straight"], in_s
 
 
 def measure_first_token(

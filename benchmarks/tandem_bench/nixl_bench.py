@@ -27,8 +27,10 @@ import numpy as np
 
 from tandem.common.config.transfer import TransferConfig
 from tandem.errors import InternalError
-from tandem.transfer.nixl.agent import NixlAgent, ReadState
-from tandem.transfer.nixl.messages import (
+from tandem.transfer.nixl.agent import NixlAgent
+from tandem.transfer.nixl.reach import host_identity
+from tandem.transfer.reads.agent import ReadState
+from tandem.transfer.reads.messages import (
     LocalPool,
     PeerConnected,
     Pull,
@@ -36,8 +38,7 @@ from tandem.transfer.nixl.messages import (
     Settled,
     TransferEvent,
 )
-from tandem.transfer.nixl.reach import host_identity
-from tandem.transfer.nixl.thread import TransferThread
+from tandem.transfer.thread import TransferThread
 from tandem_bench.pool import differing, pool_memory
 from tandem_bench.sampling import cpu_seconds, in_turn, num_samples
 from tandem_bench.sizes import Plan, scattered

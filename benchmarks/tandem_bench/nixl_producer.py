@@ -13,8 +13,8 @@ from queue import SimpleQueue
 import msgspec
 
 from tandem.common.config.transfer import TransferConfig
-from tandem.transfer.nixl.messages import LocalPool, ProducerReady, TransferEvent
-from tandem.transfer.nixl.thread import TransferThread
+from tandem.transfer.reads.messages import LocalPool, ProducerReady, TransferEvent
+from tandem.transfer.thread import TransferThread
 from tandem_bench.pool import fill, pool_memory
 from tandem_bench.sizes import layout_of
 

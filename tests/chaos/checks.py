@@ -22,7 +22,10 @@ AnyCluster = LocalCluster | KeptCluster
 
 _STARTS_OF_RECORDS = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.M)
 # Parts of the errors that are logged if an engine or a rank was made to hang or was killed.
-_EXPECTED = ("UCX", "the engine made no progress", "of the engine ended with status -9")
+_EXPECTED = (
+    *("UCX", "the engine made no progress"),
+    *("of the engine ended with status -9", "of the engine does not answer"),
+)
 _HELD = ("num_running", "num_waiting", "num_leases", "num_pulls", "blocks_used")
 
 

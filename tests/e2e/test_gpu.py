@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 NUM_TOKENS = 24
 OPTIONS = ("--device", "cuda", "--kernels", "triton", "--numerics", "fast", "--dtype", "float32")
 OPTIONS += ("--kv-dtype", "float32", "--max-num-seqs", "8", "--max-model-len", "512")
-WAYS = ("aggregated", "nixl", "grpc")
+WAYS = ("aggregated", "cuda_ipc", "nixl", "grpc")
 PROMPTS = [
     [random.Random(length).randrange(203) for _ in range(length)]
     for length in (3, 40, 97, 130, 180, 255)

@@ -149,26 +149,6 @@ async def test_tokens_do_not_depend_on_the_degree(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prefill", "decode", "transport"), [(2, 1, "nixl"), (1, 2, "grpc")])
-async def test_ranks_of_torch_kernels_exchange_blocks_with_one_rank(
-    prefill: int,
-    decode: int,
-    transport: str,
-    model: str,
-    redis_server: EmbeddedRedis,
-    tmp_path: Path,
-) -> None:
-    degrees = {"prefill-0": prefill, "decode-0": decode}
-    options = ("--kernels", "torch", "--transport", transport, "--verify-blocks", "all")
-    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
-        async with open_client(cluster) as client:
-            assert await answers(client) == alone(model, kernels="torch")
-        await asyncio.to_thread(cluster.wait_idle)
-        assert metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
-        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
 async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
@@ -243,6 +223,26 @@ async def reset(cluster: LocalCluster, worker_id: str) -> dict[str, int]:
     assert reply.status_code == 200, reply.text
     dropped: dict[str, int] = reply.json()["dropped_blocks"]
     return dropped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode", "transport"), [(2, 1, "nixl"), (1, 2, "grpc")])
+async def test_ranks_of_torch_kernels_exchange_blocks_with_one_rank(
+    prefill: int,
+    decode: int,
+    transport: str,
+    model: str,
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+) -> None:
+    degrees = {"prefill-0": prefill, "decode-0": decode}
+    options = ("--kernels", "torch", "--transport", transport, "--verify-blocks", "all")
+    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
+        async with open_client(cluster) as client:
+            assert await answers(client) == alone(model, kernels="torch")
+        await asyncio.to_thread(cluster.wait_idle)
+        assert metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from tandem.transfer.nixl.consumer import NixlConsumer
-from tandem.transfer.nixl.messages import Pull
+from tandem.transfer.reads.messages import Pull
 from tandem.worker.__main__ import main as worker_main
 from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess
@@ -19,9 +18,8 @@ from tandem.worker.engine_process.process import main as engine_main
 class BreakingProcess(EngineProcess):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        consumer = self._transfer._transport
-        assert isinstance(consumer, NixlConsumer)
-        consumer.submit = self._break  # type: ignore[method-assign]
+        reader = self._transfer._readers["nixl"]
+        reader.submit = self._break  # type: ignore[method-assign]
 
     def _break(self, pull: Pull) -> None:
         raise ZeroDivisionError("a bug at the first pull")

@@ -31,7 +31,8 @@ from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tests.harness.certificates import worker_channel
 from tests.harness.network import Place
 
-START_DEADLINE_S = 120.0
+# Each process imports torch for some seconds, and five clusters with ranks may start on two cores.
+START_DEADLINE_S = 240.0
 
 
 def wait_for(

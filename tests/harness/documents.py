@@ -154,7 +154,9 @@ def check(command: Command) -> None:
         case ["python", "-c", code]:
             subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
         case ["python", "-m", module, *arguments]:
-            _check_script(f"{module.replace('.', '/')}.py", arguments)
+            path = module.replace(".", "/")
+            is_package = (ROOT / path).is_dir()
+            _check_script(f"{path}/__main__.py" if is_package else f"{path}.py", arguments)
         case ["python", script, *arguments]:
             _check_script(script, arguments)
         case ["docker", "build", *arguments]:

@@ -34,10 +34,10 @@ from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     add_WorkerServicer_to_server,
 )
 from tandem.net.store.registry import KvCompatibility
+from tandem.transfer.engine_transport import EngineTransport
 from tandem.transfer.grpc.reservations import Reservations
-from tandem.transfer.nixl.messages import PullResult, RemotePool
-from tandem.transfer.nixl.transport import NixlTransport
 from tandem.transfer.protocol import BlockPull
+from tandem.transfer.reads.messages import PullResult, RemotePool
 from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process.messages import Add, Command, DisconnectPeer, Remove
@@ -128,7 +128,7 @@ class RecordingLink:
     def send(self, command: Command, data: bytes | None = None) -> None:
         self.sent.append(command)
 
-    def pull(self, peer_id: str, pull: BlockPull) -> asyncio.Future[PullResult]:
+    def pull(self, peer_id: str, pull: BlockPull, transport: str) -> asyncio.Future[PullResult]:
         self.pulls.append(pull)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[PullResult] = loop.create_future()
@@ -140,12 +140,12 @@ class RecordingLink:
         return future
 
     async def connect_peer(
-        self, peer_id: str, metadata: bytes, pool: RemotePool
+        self, peer_id: str, metadata: bytes, pool: RemotePool, transport: str
     ) -> list[tuple[int, float]]:
         return []
 
-    def disconnect_peer(self, peer_id: str) -> None:
-        self.sent.append(DisconnectPeer(peer_id))
+    def disconnect_peer(self, peer_id: str, transport: str) -> None:
+        self.sent.append(DisconnectPeer(peer_id, transport))
 
     def names(self) -> list[str]:
         return [type(c).__name__ for c in self.sent if not isinstance(c, Add)]
@@ -312,7 +312,7 @@ async def _serving(
     await server.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=CHANNEL_OPTIONS)
     try:
-        transports = {"nixl": NixlTransport(f"{worker_id}-e", link)}
+        transports = {"nixl": EngineTransport("nixl", f"{worker_id}-e", link)}
         yield (
             Peer(worker_id, "e", WorkerStub(channel), channel, transports, "nixl"),
             producer,

@@ -1,7 +1,7 @@
 """A worker in one thread with a simulated clock: real services and engines, simulated transports.
 
 Real are DecodeService, PrefillService, PrefixPuller, ConsumerLease, Puller, EngineLink,
-EngineProcess, PullLedger, the transfer thread's commands, NixlConsumer, Fence and Engine. Simulated
+EngineProcess, PullLedger, the transfer thread's commands, BlockReader, Fence and Engine. Simulated
 are gRPC streams (simulated_streams.py), the sockets between a worker's two processes, NIXL
 (simulated_nixl.py), and time. Tests decide which message is delivered, which engine makes a step,
 which block arrives, and how late.
@@ -29,9 +29,8 @@ from tandem.engine.cache.layout.pool_bytes import pool_bytes
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.registry import KvCompatibility
 from tandem.transfer.grpc.reservations import Reservations
-from tandem.transfer.nixl.consumer import NixlConsumer
-from tandem.transfer.nixl.thread import TransferThread
-from tandem.transfer.nixl.ucx_mode import UcxMode
+from tandem.transfer.reads.block_reader import BlockReader
+from tandem.transfer.thread import TransferThread
 from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages
@@ -158,10 +157,9 @@ class Node:
         self.thread = process._transfer = TransferThread(
             pool, config.transfer, self.peer_id, process._on_transfer_event
         )
-        self.consumer = self.thread._transport = NixlConsumer(
+        self.consumer = self.thread._readers["nixl"] = BlockReader(
             pool,
-            f"{self.peer_id}-consumer",
-            mode=UcxMode.MEMORY,
+            self.thread._nixl_agent,
             quarantine_blocks_max=config.transfer.quarantine_blocks_max,
             clock=loop.time,
         )

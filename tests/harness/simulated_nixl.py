@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from tandem.engine import sequence
 from tandem.errors import WorkerLost
-from tandem.transfer.nixl.agent import BlockIds, ReadState
-from tandem.transfer.nixl.messages import RemotePool
+from tandem.transfer.reads.agent import BlockIds, ReadState
+from tandem.transfer.reads.messages import RemotePool
 
 
 class Copy(NamedTuple):

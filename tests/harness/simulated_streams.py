@@ -20,8 +20,8 @@ from tandem.common.config.transfer import TransferConfig
 from tandem.errors import WorkerLost
 from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.transfer.engine_transport import EngineTransport
 from tandem.transfer.grpc.transport import GrpcTransport
-from tandem.transfer.nixl.transport import NixlTransport
 from tandem.transfer.protocol import Transport
 from tests.harness.simulated_cluster import Node
 
@@ -251,7 +251,7 @@ class PeersOf:
             self._fetches.append(Fetch(producer, consumer, request, deadline_s))
             return self._fetches[-1]
 
-        by_nixl = NixlTransport(producer.peer_id, consumer.link)
+        by_nixl = EngineTransport("nixl", producer.peer_id, consumer.link)
         calls = PeerCalls("c", "token")
         by_grpc = GrpcTransport(worker_id, address, consumer.link, TransferConfig(), calls)
         by_grpc.fetch = fetch  # type: ignore[method-assign]

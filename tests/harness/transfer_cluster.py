@@ -75,8 +75,8 @@ class TransferCluster(TransferChecks):
         self.agents: list[SimulatedAgent] = []
         clock = SimpleNamespace(monotonic=self.loop.time)
         self.patches: list[Any] = [
-            patch("tandem.transfer.nixl.instance.NixlAgent", self._new_agent),
-            patch("tandem.transfer.nixl.consumer.PieceSize", lambda _: piece_size),
+            patch("tandem.transfer.thread.NixlAgent", self._new_agent),
+            patch("tandem.transfer.reads.block_reader.PieceSize", lambda _: piece_size),
             patch("tandem.worker.kv_pulls.lease.time", clock),
             patch("tandem.engine.scheduler.early_reuse.time", clock),
             patch("tandem.worker.prefill.prefix_pull.holders_worth_using", _who_have_more),

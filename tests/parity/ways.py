@@ -1,7 +1,7 @@
 """Five ways in which a decode worker obtains a request's KV, on real clusters.
 
 aggregated   one worker computes everything
-nixl, grpc   a prefill worker computes the prompt, and the blocks are pulled
+nixl, grpc   a prefill worker computes the prompt, and the blocks are pulled (cuda_ipc: on GPUs)
 preempted    the pool is too small for the concurrent requests
 migrated     the decode worker leaves the pool while its requests run, and another one joins
 """
@@ -143,6 +143,7 @@ def start_ways(
     remote = ("--prefill-at", "remote", "--local-prefill-max-tokens", "0")
     wanted: dict[str, tuple[type[Way], tuple[int, int], tuple[str, ...]]] = {
         "aggregated": (Way, (0, 1), ()),
+        "cuda_ipc": (Way, (1, 1), (*remote, "--transport", "cuda_ipc")),
         "nixl": (Way, (1, 1), (*remote, "--transport", "nixl")),
         "grpc": (Way, (1, 1), (*remote, "--transport", "grpc")),
         "preempted": (Way, (0, 1), ("--num-blocks", str(small_pool))),

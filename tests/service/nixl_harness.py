@@ -19,20 +19,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.common.config.transfer import TransferConfig
-from tandem.transfer.nixl import messages as transfer
-from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
-from tandem.transfer.nixl.thread import TransferThread
+from tandem.transfer.reads import messages as transfer
+from tandem.transfer.reads.messages import LocalPool, Pull, PullResult, RemotePool
+from tandem.transfer.thread import TransferThread
 from tests.service.transfer_pools import PoolBlocks, contents, layout
 
 DEADLINE_S = 20.0
+TRANSPORT = "TRANSFER_TRANSPORT"
 _ROOT = Path(__file__).parents[2]
 _Event = TypeVar("_Event", bound=transfer.TransferEvent)
 
 
 def transfer_config(**fields: object) -> TransferConfig:
-    """The settings of both sides: with UCX_TLS=tcp NIXL may use TCP, else it may not."""
-    nixl_tcp = "insecure" if os.environ.get("UCX_TLS") == "tcp" else "off"
-    return TransferConfig(**{"nixl_tcp": nixl_tcp, **fields})  # type: ignore[arg-type]
+    """The settings of both sides: with UCX_TLS=tcp NIXL may use TCP, else it may not. TRANSPORT is
+    the variable of the transport."""
+    fields = {
+        "nixl_tcp": "insecure" if os.environ.get("UCX_TLS") == "tcp" else "off",
+        "transport": os.environ.get(TRANSPORT, "auto"),
+        **fields,
+    }
+    return TransferConfig(**fields)  # type: ignore[arg-type]
 
 
 def local_pool(memory: NDArray[np.uint8]) -> LocalPool:

@@ -12,8 +12,8 @@ from queue import SimpleQueue
 
 import msgspec
 
-from tandem.transfer.nixl import messages as transfer
-from tandem.transfer.nixl.thread import TransferThread
+from tandem.transfer.reads import messages as transfer
+from tandem.transfer.thread import TransferThread
 from tests.service.nixl_harness import DEADLINE_S, local_pool, transfer_config
 from tests.service.transfer_pools import contents
 

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tandem.errors import TandemError
-from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.nixl.agent import load_nixl
+from tandem.transfer.reads import messages as transfer
 from tests.service.nixl_harness import Consumer, Peer, holds, transfer_config
 from tests.service.transfer_pools import MODELS, NUM_BLOCKS, VARIABLE
 

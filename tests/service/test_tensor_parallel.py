@@ -10,8 +10,9 @@ import pytest
 
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.errors import TandemError
-from tandem.transfer.nixl.agent import NixlAgent, ReadState, load_nixl
+from tandem.transfer.nixl.agent import NixlAgent, load_nixl
 from tandem.transfer.nixl.ucx_mode import UcxMode
+from tandem.transfer.reads.agent import ReadState
 from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout, descriptors
 from tests.harness.tensor_parallel_ranks import Bytes, expected_pools, rank_pools, whole_model
 

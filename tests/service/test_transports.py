@@ -18,6 +18,7 @@ import pytest
 
 from tandem.errors import LeaseLost, TandemError
 from tandem.transfer.nixl.agent import load_nixl
+from tests.service.nixl_harness import DEADLINE_S, TRANSPORT
 from tests.service.transfer_harness import PATTERN, Consumer, Producer, Pulling, producer_block_ids
 from tests.service.transfer_pools import MODELS, NUM_BLOCKS, VARIABLE
 
@@ -40,7 +41,7 @@ def ways(*names: str) -> list[Any]:
     ]
 
 
-@pytest.fixture(scope="module", params=ways("nixl by memory", "nixl by tcp", "grpc"))
+@pytest.fixture(scope="module", params=ways("cuda_ipc", "nixl by memory", "nixl by tcp", "grpc"))
 def consumer(request: pytest.FixtureRequest) -> Iterator[Consumer]:
     way, model = request.param
     transport, _, path = way.partition(" by ")
@@ -53,6 +54,8 @@ def consumer(request: pytest.FixtureRequest) -> Iterator[Consumer]:
         environment.setenv(VARIABLE, model)
         if path == "tcp":
             environment.setenv("UCX_TLS", "tcp")
+        if transport == "cuda_ipc":
+            environment.setenv(TRANSPORT, transport)
         consumer = Consumer(transport)
         yield consumer
         consumer.close()
@@ -81,7 +84,11 @@ def make_producer(consumer: Consumer) -> Iterator[MakeSource]:
 
 
 async def forget(consumer: Consumer, producer: Producer) -> None:
+    """Its memory does not stay mapped here, whatever has happened to it."""
     consumer.forget(producer)
+    async with asyncio.timeout(DEADLINE_S):
+        while consumer.maps(producer):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def nothing_lands(consumer: Consumer) -> None:
@@ -199,7 +206,7 @@ def test_a_client_that_goes_in_mid_pull_leaves_nothing_behind(
 
 # Not by memory, where UCX may copy all while it starts the read: test_nixl_transfer.py has a late
 # pull there.
-@pytest.mark.parametrize("consumer", ways("nixl by tcp", "grpc"), indirect=True)
+@pytest.mark.parametrize("consumer", ways("cuda_ipc", "nixl by tcp", "grpc"), indirect=True)
 def test_a_pull_that_outlives_its_deadline_is_lost(consumer: Consumer, producer: Producer) -> None:
     async def check() -> None:
         late = replace(consumer.config.transfer, pull_deadline_s=1e-4)

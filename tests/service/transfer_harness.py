@@ -7,6 +7,7 @@ import base64
 import itertools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -24,8 +25,8 @@ from tandem.net.rpc.options import CHANNEL_OPTIONS
 from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
+from tandem.transfer.engine_transport import EngineTransport
 from tandem.transfer.grpc.transport import GrpcTransport
-from tandem.transfer.nixl.transport import NixlTransport
 from tandem.transfer.protocol import Transport
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import Add, Event, Remove, Report
@@ -46,6 +47,12 @@ def producer_block_ids(num_blocks: int) -> list[int]:
     return scattered_blocks(seed=1)[:num_blocks]
 
 
+def mapped_pools(pid: int) -> set[str]:
+    """The inodes of the pools in shared memory that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:tandem-kv" in line}
+
+
 class Producer(PoolProcess):
     """A producer that is read over any transport."""
 
@@ -55,6 +62,7 @@ class Producer(PoolProcess):
         self.contents = PoolBlocks(contents(seed), layout().spans)
         port, offer = msgspec.msgpack.decode(base64.b64decode(self.line()))
         self.address = f"127.0.0.1:{port}"
+        self.pools = mapped_pools(self.process.pid)
         self.offer = pb.ConnectResponse.FromString(offer)
 
     def num_leases(self) -> int:
@@ -121,8 +129,9 @@ class Consumer:
         if peer is None:
             channel = grpc.aio.insecure_channel(producer.address, options=CHANNEL_OPTIONS)
             transport: Transport
-            if self._transport == "nixl":
-                transport = NixlTransport(f"{producer.worker_id}-e", self.link)
+            if self._transport in ("nixl", "cuda_ipc"):
+                name: Any = self._transport
+                transport = EngineTransport(name, f"{producer.worker_id}-e", self.link)
             else:
                 transport = GrpcTransport(
                     producer.worker_id,
@@ -132,11 +141,23 @@ class Consumer:
                     PeerCalls("c", TOKEN),
                 )
             stub = WorkerStub(channel)
-            name = transport.name
-            peer = Peer(producer.worker_id, "e", stub, channel, {name: transport}, name)
+            peer = Peer(
+                producer.worker_id,
+                "e",
+                stub,
+                channel,
+                {self._transport: transport},
+                self._transport,
+            )
             assert await transport.connect(producer.offer), "nothing was measured"
+            assert self.maps(producer) == (self._transport == "cuda_ipc")
             self._peers[producer.address] = peer
         return peer
+
+    def maps(self, producer: Producer) -> bool:
+        """Whether the engine process has mapped the memory of the producer's pool."""
+        assert self.link._process is not None
+        return bool(producer.pools & mapped_pools(self.link._process.pid))
 
     def forget(self, producer: Producer) -> None:
         self._peers.pop(producer.address).close()

@@ -6,6 +6,7 @@ block of the place's group that nobody holds and that no read may still write.
 
 from __future__ import annotations
 
+import os
 from typing import cast
 
 import numpy as np
@@ -17,10 +18,15 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import QueueFull
+from tandem.transfer.cuda_ipc.agent import IpcDevice
 from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import main
 from tandem_bench.engine_stand_in import PoolOnly, StandInEngine, StandInProcess
+from tandem_bench.shared_memory_device import SharedMemoryDevice
 from tests.service.transfer_pools import layout, scattered_blocks
+
+# Seconds that each copy over CUDA IPC takes, so that failures happen during copies.
+DEVICE_DELAY_S = 0.005
 
 
 class PoolEngine(StandInEngine):
@@ -68,9 +74,14 @@ class ConsumerProcess(StandInProcess):
     ) -> tuple[ModelRunner, Engine, str]:
         torch.set_num_threads(settings.engine.num_threads)
         assert settings.pool_fd is not None, "the test must see the pool"
+        self._device_fd = os.dup(settings.pool_fd)
         pages = size_shared(settings.pool_fd, layout().pool_bytes)
-        kv = torch.from_numpy(np.frombuffer(pages, np.uint8))
+        self._memory = np.frombuffer(pages, np.uint8)
+        kv = torch.from_numpy(self._memory)
         return cast(ModelRunner, PoolOnly(kv)), cast(Engine, PoolEngine()), "stand-in"
+
+    def _ipc_device(self) -> IpcDevice | None:
+        return SharedMemoryDevice(self._device_fd, self._memory, DEVICE_DELAY_S)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import sys
 from collections.abc import AsyncIterator
 from queue import SimpleQueue
@@ -21,18 +22,21 @@ from typing import Any
 
 import grpc.aio
 import msgspec
+import numpy as np
 
 from tandem.common.config.transfer import TransferConfig
+from tandem.engine.cache.layout.pool_memory import create_shared, size_shared
 from tandem.net.rpc.auth import TokenInterceptor
 from tandem.net.rpc.block_bytes import EncodedByHandler
 from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.transfer.grpc.producer import BlockServer
-from tandem.transfer.nixl.messages import ProducerReady, TransferEvent
-from tandem.transfer.nixl.thread import TransferThread
+from tandem.transfer.reads.messages import ProducerReady, TransferEvent
+from tandem.transfer.thread import TransferThread
 from tandem.worker.engine_process.pool_view import MappedPool
 from tandem.worker.prefill.leases import Lease, Leases
+from tandem_bench.shared_memory_device import SharedMemoryDevice
 from tests.service.nixl_harness import DEADLINE_S, local_pool, transfer_config
 from tests.service.transfer_harness import TOKEN, producer_block_ids
 from tests.service.transfer_pools import contents, layout
@@ -94,15 +98,28 @@ class Producer(WorkerServicer):
 
 async def main() -> None:
     seed = int(sys.argv[1])
-    memory = contents(seed)
+    fd = create_shared()
+    assert fd is not None
+    pages = size_shared(os.dup(fd), layout().pool_bytes)
+    memory = np.frombuffer(pages, np.uint8)
+    memory[:] = contents(seed)
     answers: SimpleQueue[TransferEvent] = SimpleQueue()
-    thread = TransferThread(local_pool(memory), transfer_config(), f"producer-{seed}", answers.put)
+    config = transfer_config()
+    device = SharedMemoryDevice(fd, memory) if config.transport == "cuda_ipc" else None
+    thread = TransferThread(
+        local_pool(memory), config, f"producer-{seed}", answers.put, ipc_device=device
+    )
     thread.start()
     thread.producer(1)
     ready = answers.get(timeout=DEADLINE_S)
     assert isinstance(ready, ProducerReady)
     pool = msgspec.msgpack.encode(ready.pool)
-    offer = pb.ConnectResponse(epoch="e", nixl_metadata=ready.metadata, pool=pool)
+    offer = pb.ConnectResponse(
+        epoch="e",
+        nixl_metadata=ready.metadata,
+        cuda_ipc_metadata=ready.cuda_ipc,
+        pool=pool,
+    )
     server = grpc.aio.server(
         interceptors=[TokenInterceptor(TOKEN), EncodedByHandler()], options=SERVER_OPTIONS
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import signal
 import threading
 import time
 import weakref
@@ -311,6 +312,7 @@ def test_several_ranks_answer_the_same(llm: LLM, folder: ModelFolder) -> None:
     with LLM(folder.path, tensor_parallel_size=2, **SETTINGS) as two:
         ranks = other_ranks()
         assert len(ranks) == 1
+        ranks[0].send_signal(signal.SIGUSR2)  # it writes the stacks of its threads, and goes on
         assert two.generate("Once", GREEDY)[0].outputs == llm.generate("Once", GREEDY)[0].outputs
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
     with pytest.raises(ConfigError, match="2 KV heads cannot be divided among 4 ranks"):

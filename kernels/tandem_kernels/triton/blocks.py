@@ -2,7 +2,7 @@
 
     pack          blocks of a pool -> a contiguous staging tensor, before a transfer
     unpack        a staging tensor -> blocks of a pool, after a transfer
-    copy          blocks of a pool -> other blocks of the same pool
+    copy          blocks of a pool -> other blocks of it, or blocks of another pool
     pack_spans    like `pack`, for a layer-major pool
 
 In a block-major pool, a block with all its layers is one contiguous span of memory. In a
@@ -34,11 +34,18 @@ def unpack(staging: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor) -
     _move(_words(staging), _words(pool), None, block_ids)
 
 
-def copy(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copies block sources[i] of a pool to block targets[i] of the same pool. The ids are [n]
-    int64. No block may be both a source and a target."""
-    assert len(sources) == len(targets)
-    _move(_words(pool), _words(pool), sources, targets)
+def copy(
+    source: torch.Tensor,
+    source_ids: torch.Tensor,
+    target: torch.Tensor,
+    target_ids: torch.Tensor,
+) -> None:
+    """Copies block source_ids[i] of a contiguous pool [num_blocks, ...] to block target_ids[i] of a
+    pool with blocks of the same shape. The ids are [n] int64. Both pools may be the same one, but
+    no block may be both read and written."""
+    assert source.shape[1:] == target.shape[1:]
+    assert len(source_ids) == len(target_ids)
+    _move(_words(source), _words(target), source_ids, target_ids)
 
 
 def pack_spans(layers: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:

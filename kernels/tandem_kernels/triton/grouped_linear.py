@@ -6,20 +6,27 @@ matrices d is top_k, because all slots of a token have the same input. For the d
 
 Slots are sorted by expert and grouped into tiles of one expert each. The number of tiles depends
 only on the numbers of tokens and experts, not on which experts are chosen. So the host does not
-wait for the device, and a CUDA graph can record the operation.
+wait for the device, and a CUDA graph can record the operation. A program reads only the weights of
+its tile's expert; weight_tiles.py has their forms.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tandem_kernels.triton.attention_loop import product
+from tandem_kernels.triton.packed_linear import CONFIGS, KEY, fits
+from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
+from tandem_kernels.triton.weight_tiles import PackedWeight, multiply
 
-_ROWS = 16  # minimum rows of a tile, required by tensor cores
-_MANY_ROWS = 64  # rows of a tile if experts have many slots
-_COLUMNS, _INPUTS = 64, 64
+# Rows of a tile: the first number that is at least the slots of an average expert, or the last one.
+# Tensor cores need 16.
+_TILE_ROWS = (16, 64, 128)
+_SORTED_AT_ONCE = 1024  # slots
+_MIXED_COLUMNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,67 +44,161 @@ class ExpertTiles:
 def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
     """Groups the slots into tiles. `chosen` [T, top_k] has the experts of each token."""
     experts = chosen.flatten()
-    num_slots, device = len(experts), chosen.device
-    tile_rows = _ROWS if num_slots <= _ROWS * num_experts else _MANY_ROWS
+    num_slots = len(experts)
+    tile_rows = next((r for r in _TILE_ROWS if num_slots <= r * num_experts), _TILE_ROWS[-1])
     num_tiles = num_slots // tile_rows + min(num_slots, num_experts)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
-    counts.scatter_add_(0, experts, torch.ones_like(experts))
-    padded = (counts + tile_rows - 1) // tile_rows * tile_rows
-    ends = padded.cumsum(0)
-    order = experts.argsort(stable=True)
-    in_order = experts[order]
-    within = torch.arange(num_slots, device=device) - (counts.cumsum(0) - counts)[in_order]
-    slots = torch.full((num_tiles * tile_rows,), -1, dtype=torch.int32, device=device)
-    slots[(ends - padded)[in_order] + within] = order.int()
-    firsts = torch.arange(num_tiles, device=device) * tile_rows
-    tile_experts = torch.searchsorted(ends, firsts, right=True).int()
+    slots = torch.empty(num_tiles * tile_rows, dtype=torch.int32, device=chosen.device)
+    tile_experts = torch.empty(num_tiles, dtype=torch.int32, device=chosen.device)
+    _tile_by_expert[(num_experts + 1,)](
+        experts,
+        slots,
+        tile_experts,
+        num_slots,
+        num_tiles,
+        NUM_EXPERTS=num_experts,
+        BINS=next_power_of_2(num_experts + 1),
+        TILE_ROWS=tile_rows,
+        SLOTS=_SORTED_AT_ONCE,
+    )
     return ExpertTiles(tile_rows, slots, tile_experts, num_slots, num_experts)
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: ExpertTiles
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, tiles: ExpertTiles
 ) -> torch.Tensor:
     """Returns the layer's output for all slots, [slots, out]. `x` is [slots / d, in], where d slots
-    share a row. `weight` is [experts, out, in] and `bias` [experts, out]. Sums are fp32."""
-    num_out, num_in = weight.shape[1:]
+    share a row. `weight` has the matrices of all experts, [experts * out, in], and `bias` is
+    [experts, out]. Sums are fp32."""
+    num_out = len(weight.numbers) // tiles.num_experts
     assert tiles.num_slots % len(x) == 0
     assert x.stride(1) == 1
-    assert weight.is_contiguous()
+    assert bias is None or bias.is_contiguous()
     out = x.new_empty(tiles.num_slots, num_out)
-    _grouped_linear[(len(tiles.experts), triton.cdiv(num_out, _COLUMNS))](
+    tensors, constants = weight.arguments()
+
+    def grid(config: Mapping[str, Any]) -> tuple[int, int]:
+        return len(tiles.experts), triton.cdiv(num_out, config["COLUMNS"])
+
+    _grouped_linear[grid](
         x,
-        weight,
-        weight if bias is None else bias,
+        *tensors,
+        out if bias is None else bias,
         out,
         tiles.slots,
         tiles.experts,
+        num_out,
+        weight.num_in,
         x.stride(0),
-        NUM_OUT=num_out,
-        NUM_IN=num_in,
+        **constants,
         NUM_EXPERTS=tiles.num_experts,
         SLOTS_OF_ROW=tiles.num_slots // len(x),
         HAS_BIAS=bias is not None,
         ROWS=tiles.tile_rows,
-        COLUMNS=_COLUMNS,
-        INPUTS=_INPUTS,
+        DEVICE=device_name(x.device),
     )
     return out
 
 
+def mix(parts: torch.Tensor, shares: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    """Returns the weighted sum of each token's slots, plus `shared` [T, out], in the dtype of
+    `parts`. `parts` is [slots, out], and `shares` [T, top_k] has the weights of the slots. Sums
+    are fp32."""
+    num_tokens, top_k = shares.shape
+    num_out = parts.shape[1]
+    assert parts.is_contiguous()
+    assert shares.is_contiguous()
+    assert shared is None or shared.is_contiguous()
+    out = parts.new_empty(num_tokens, num_out)
+    _mix[(num_tokens, triton.cdiv(num_out, _MIXED_COLUMNS))](
+        parts,
+        shares,
+        parts if shared is None else shared,
+        out,
+        num_out,
+        TOP_K=top_k,
+        HAS_SHARED=shared is not None,
+        COLUMNS=_MIXED_COLUMNS,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_tiles"])
+def _tile_by_expert(
+    experts,
+    slots,
+    tile_experts,
+    num_slots,
+    num_tiles,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Each program writes the tiles of one expert. Number NUM_EXPERTS, which no slot has, writes
+    the tiles without slots.
+
+    Each program counts the slots of all experts, and so knows where its own tiles begin.
+    """
+    expert = tl.program_id(0)
+    at = tl.arange(0, SLOTS)
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for first in range(0, num_slots, SLOTS):
+        is_slot = first + at < num_slots
+        chosen = tl.load(experts + first + at, mask=is_slot, other=NUM_EXPERTS).to(tl.int32)
+        counts += tl.histogram(chosen, BINS)
+    tiles = tl.where(bins < NUM_EXPERTS, (counts + TILE_ROWS - 1) // TILE_ROWS, 0)
+    first_tile = tl.sum(tl.where(bins < expert, tiles, 0), 0)
+    end_tile = first_tile + tl.sum(tl.where(bins == expert, tiles, 0), 0)
+    if expert == NUM_EXPERTS:
+        end_tile = num_tiles
+
+    placed = first_tile * TILE_ROWS
+    if expert < NUM_EXPERTS:
+        for first in range(0, num_slots, SLOTS):
+            is_slot = first + at < num_slots
+            chosen = tl.load(experts + first + at, mask=is_slot, other=NUM_EXPERTS).to(tl.int32)
+            is_mine = (chosen == expert).to(tl.int32)
+            places = placed + tl.cumsum(is_mine, 0) - 1
+            tl.store(slots + places, first + at, mask=is_mine > 0)
+            placed += tl.sum(is_mine, 0)
+    for first in range(placed, end_tile * TILE_ROWS, SLOTS):
+        tl.store(slots + first + at, -1, mask=first + at < end_tile * TILE_ROWS)
+    for first in range(first_tile, end_tile, SLOTS):
+        tl.store(tile_experts + first + at, expert, mask=first + at < end_tile)
+
+
+@tuned(CONFIGS, [*KEY, "SLOTS_OF_ROW"], fits)
 @triton.jit
 def _grouped_linear(
     x,
-    weight,
+    numbers,
+    high,
+    scales,
+    zeros,
+    mins,
+    block_scales,
+    block_mins,
+    stride_high,
+    stride_groups,
+    stride_blocks,
     bias,
     out,
     slots,
     experts,
+    num_out,
+    num_in,
     stride_row,
-    NUM_OUT: tl.constexpr,
-    NUM_IN: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_MINS: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     SLOTS_OF_ROW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    DEVICE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -108,22 +209,64 @@ def _grouped_linear(
         row_slots = tl.load(slots + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         is_row = row_slots >= 0
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        is_column = columns < NUM_OUT
-        inputs = tl.arange(0, INPUTS)
-        rows = x + (row_slots // SLOTS_OF_ROW)[:, None] * stride_row
-        matrix = weight + (expert * NUM_OUT + columns)[None, :] * NUM_IN
-        sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for first in range(0, NUM_IN, INPUTS):
-            at = first + inputs
-            is_input = at < NUM_IN
-            a = tl.load(rows + at[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
-            b = tl.load(
-                matrix + at[:, None], mask=is_column[None, :] & is_input[:, None], other=0.0
-            )
-            sums += product(a, b)
+        is_column = columns < num_out
+        sums = multiply(
+            tl.zeros((ROWS, COLUMNS), tl.float32),
+            x + (row_slots // SLOTS_OF_ROW)[:, None] * stride_row,
+            is_row,
+            (
+                numbers,
+                high,
+                scales,
+                zeros,
+                mins,
+                block_scales,
+                block_mins,
+                stride_high,
+                stride_groups,
+                stride_blocks,
+            ),
+            expert * num_out + columns,
+            is_column,
+            num_in,
+            0,
+            num_in,
+            FORM,
+            GROUP,
+            ZERO,
+            HAS_ZEROS,
+            HAS_MINS,
+            HAS_BLOCKS,
+            INPUTS,
+        )
         if HAS_BIAS:
-            each = tl.load(bias + expert * NUM_OUT + columns, mask=is_column, other=0.0)
+            each = tl.load(bias + expert * num_out + columns, mask=is_column, other=0.0)
             sums += each.to(tl.float32)[None, :]
-        places = out + row_slots[:, None] * NUM_OUT + columns[None, :]
+        places = out + row_slots[:, None] * num_out + columns[None, :]
         is_in = is_row[:, None] & is_column[None, :]
         tl.store(places, sums.to(out.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def _mix(
+    parts,
+    shares,
+    shared,
+    out,
+    num_out,
+    TOP_K: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < num_out
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for choice in range(TOP_K):
+        slot = token * TOP_K + choice
+        part = tl.load(parts + slot * num_out + columns, mask=is_column, other=0.0)
+        total += part.to(tl.float32) * tl.load(shares + slot).to(tl.float32)
+    if HAS_SHARED:
+        added = tl.load(shared + token * num_out + columns, mask=is_column, other=0.0)
+        total += added.to(tl.float32)
+    tl.store(out + token * num_out + columns, total.to(out.dtype.element_ty), mask=is_column)

@@ -18,7 +18,8 @@ from rich.text import Text
 from tandem.common.config.cluster import ROUTER_POOLS
 from tandem.common.kv_tiers import SHARED_TIERS
 
-_LOAD_COLUMNS = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV")
+_REQUESTS = ("decoding", "in prefill\nor queued")
+_LOAD_COLUMNS = ("worker", "role", "state", "up", *_REQUESTS, "prompt\ntokens", "KV")
 _RANKS, _TIERS = "ranks", "KV in tiers"
 _MORE_COLUMNS = ("measured", "pulls from")
 _WHYS_MAX = 8
@@ -185,8 +186,7 @@ def _rows(
             worker["role"],
             _state(worker, rows.pop(worker["worker_id"], None)),
             duration(max(0.0, time.time() - worker["started_at"])),
-            str(load["num_running"]),
-            str(load["num_waiting"]),
+            *_requests(worker["role"], load),
             str(load["queued_tokens"]),
             f"{worker['kv_use']:.0%} of {load['blocks_total']}",
         ]
@@ -196,6 +196,16 @@ def _rows(
         yield _Row(loads, True, num_ranks, tiers, _rates(worker.get("rates")), _pairs(worker))
     for row in rows.values():
         yield _Row([row["worker_id"], row["pool"], _state_text(row)])
+
+
+def _requests(role: str, load: Mapping[str, int]) -> tuple[str, str]:
+    """Formats the numbers of a worker's requests, as `WorkerLoad` counts them. A request belongs to
+    its decode worker, so a prefill worker has prompts and no requests."""
+    if role == "prefill":
+        return "-", "-"
+    num_prefilling = load.get("num_prefilling", 0)  # older workers do not send it
+    others = num_prefilling + load.get("num_pulls", 0) + load["num_waiting"]
+    return str(load["num_running"] - num_prefilling), str(others)
 
 
 def _audited(entry: Mapping[str, Any]) -> tuple[str, ...]:

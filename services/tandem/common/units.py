@@ -51,6 +51,13 @@ def format_size(num_bytes: int) -> str:
     return str(num_bytes)
 
 
+def format_ms(ms: float) -> str:
+    """Writes a duration in milliseconds such as `1.9 s`, `85 ms` or `0.4 ms`."""
+    if ms < 10:
+        return f"{ms:.1f} ms"
+    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
+
+
 def format_time(seconds: float) -> str:
     """Writes a time in seconds, such as 0.1s; 0 has no unit."""
     return f"{seconds:g}s" if seconds else "0"

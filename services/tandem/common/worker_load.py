@@ -64,6 +64,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     # For models with sliding-window attention: the counts of the KV pool of each group of layers.
     # Empty for other models.
     groups: tuple[GroupLoad, ...] = ()
+    # Number of the `num_running` sequences whose prompt this worker still computes, for itself.
+    num_prefilling: int = 0
 
     def queue_s(self, rates: WorkerRates) -> float:
         """Returns the seconds until the queued tokens are computed. If the worker does not report
@@ -74,6 +76,17 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     def num_requests(self) -> int:
         """Total number of sequences and leases of the worker."""
         return self.num_running + self.num_waiting + self.num_pulls + self.num_leases
+
+    @property
+    def num_decoding(self) -> int:
+        """Number of sequences that generate tokens: running ones whose prompt is computed."""
+        return self.num_running - self.num_prefilling
+
+    @property
+    def num_in_prefill(self) -> int:
+        """Number of sequences of a decode worker whose prompt is being computed, here or by a
+        prefill worker, or whose KV is on its way."""
+        return self.num_prefilling + self.num_pulls
 
     @property
     def num_slots_taken(self) -> int:

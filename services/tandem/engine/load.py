@@ -25,12 +25,14 @@ def measure_load(
     Each sequence, and each held or imported chain of blocks (peer_blocks.py), is counted in one of
     four numbers:
 
-        num_running    RUNNING sequences, except those that this engine prefills for a peer
+        num_running    RUNNING sequences, except those that this engine prefills for a peer;
+                       `num_prefilling` of them have no KV of their whole prompt yet
         num_waiting    WAITING sequences
         num_pulls      sequences that wait for KV from a peer or a tier, and imported chains
         num_leases     other sequences that this engine prefills for a peer, and held chains
     """
-    num_running = sum(s.mode is not Mode.PREFILL_ONLY for s in scheduler.running)
+    running = [s for s in scheduler.running if s.mode is not Mode.PREFILL_ONLY]
+    num_running = len(running)
     num_waiting = len(scheduler.waiting)
     num_awaiting = len(scheduler.awaiting) + len(scheduler.loading)
     num_imports = peer_blocks.num_imports
@@ -52,6 +54,7 @@ def measure_load(
         num_running_slots=scheduler.num_running_slots,
         chunk_tokens=scheduler.chunk_tokens,
         groups=kv.group_loads(),
+        num_prefilling=sum(not s.in_decode for s in running),
     )
 
 

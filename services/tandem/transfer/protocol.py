@@ -1,4 +1,4 @@
-"""The interface that every KV transport (NIXL and gRPC) implements.
+"""The interface that every KV transport (CUDA IPC, NIXL and gRPC) implements.
 
 A transport connects this worker to one peer and reads blocks from the peer's pool into the local
 pool. A peer never writes a worker's memory.
@@ -41,7 +41,8 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of the transport in workers' records and metrics: "nixl" or "grpc"."""
+        """The name of the transport in workers' records and metrics: "cuda_ipc", "nixl" or
+        "grpc"."""
 
     async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
         """Connects to the peer and measures a few reads. Returns (bytes, seconds) of each read.

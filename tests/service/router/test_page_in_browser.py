@@ -175,13 +175,12 @@ DEGRADED = """async () => {
   state.samples = [];
   state.figures = {ttft_p50_ms: 3300, ttft_max_ms: 11800};
   showPools(); showFigures(); showCharts();
-  await new Promise(resolve => setTimeout(resolve, 500));
   const tile = document.querySelector("#health figure:nth-child(3)");
-  return [
-    document.querySelector("[data-pool=decode]").innerText.replace(/\\s+/g, " ").trim(),
-    [...tile.querySelectorAll("b")].map(each => each.innerText),
-    [...tile.querySelectorAll(".none")].map(each => each.innerText),
-  ];
+  const texts = path => [...tile.querySelectorAll(path)].map(each => each.innerText);
+  const pool = document.querySelector("[data-pool=decode]").innerText.replace(/\\s+/g, " ").trim();
+  const numbers = texts("b"); // before the next event of the feed replaces them
+  await new Promise(resolve => setTimeout(resolve, 500));
+  return [pool, numbers, texts(".none")];
 }"""
 
 
@@ -191,6 +190,63 @@ def test_pools_and_tiles_tell_the_snapshots_truth(page: Any) -> None:
     assert pool.endswith("3 of 3 running, 2 ready, 1 loading")
     assert numbers == ["3.3 s", "11.8 s"], "the answers in words have the same numbers"
     assert notes == ["in the last minute", "no data yet"]
+
+
+# Shows a decode worker with three kinds of requests, a prefill worker, and a request of each phase;
+# returns the words of the boxes, of the tile and of the requests.
+PHASES = """async () => {
+  const {state, take} = await import("./page/feed.js");
+  const {workInPicture} = await import("./page/workers.js");
+  const {showRequests} = await import("./page/requests.js");
+  const {showFigures} = await import("./page/charts.js");
+  const worker_columns = [
+    "role", "state", "decoding", "in_prefill", "queued", "leases", "queued_tokens"];
+  const workers = {
+    "decode-0": ["decode", "ready", 2, 1026, 1, 0, 0],
+    "prefill-0": ["prefill", "ready", 0, 0, 0, 5, 9000],
+    "prefill-1": ["prefill", "ready", 0, 0, 0, 1, 0],
+    "decode-1": ["decode", "ready", 0, 0, 0, 0, 0],
+  };
+  const figures = {decoding: 2, in_prefill: 1026, queued: 1};
+  const same = {
+    kind: "chat", outcome: "running", first_decode_worker: "", stages_ms: {}, prompt_tokens: 9,
+    completion_tokens: 0, e2e_ms: null, why: "",
+  };
+  const requests = [
+    {...same, phase: "router", decode_worker: "", ttft_ms: null},
+    {...same, phase: "queued", decode_worker: "", ttft_ms: null},
+    {...same, phase: "prefill", decode_worker: "decode-0", ttft_ms: null},
+    {...same, phase: "moved", decode_worker: "decode-0", ttft_ms: 50},
+    {...same, phase: "decoding", decode_worker: "decode-0", ttft_ms: 50},
+  ].map((each, i) => ({...each, id: each.phase, created: 5 - i}));
+  const full = {workers, worker_columns, requests, figures, samples: []};
+  take("full", {...full, sample_columns: [], step_s: 5, now: 6});
+  showRequests(); showFigures();
+  const texts = path => [...document.querySelectorAll(path)].map(each => each.innerText);
+  return [
+    [...state.workers.values()].map(workInPicture),
+    texts("#health figure:nth-child(2) .values > span"),
+    texts("#requests li > div:first-child > div:nth-child(2)"),
+  ];
+}"""
+
+
+def test_an_open_request_has_the_words_of_the_tile(page: Any) -> None:
+    page.route("**/v1/cluster/live", lambda route: route.abort())
+    boxes, tile, requests = page.evaluate(PHASES)
+    assert boxes == [
+        *("2 decoding, 1,026 in prefill, 1 queued", "9,000 prompt tokens to compute"),
+        *("KV of 1 held for a pull", "idle"),
+    ]
+    assert [" ".join(each.split()) for each in tile] == [
+        "2 decoding",
+        "1026 in prefill",
+        "1 queued",
+    ]
+    assert requests == [
+        *("in the router", "queued in the router", "in prefill or queued at decode-0"),
+        *("moved, in prefill or queued at decode-0", "decoding at decode-0"),
+    ]
 
 
 # Shows 15 minutes of samples with one slow first token, and a slower one since the last sample;
@@ -228,9 +284,10 @@ def test_the_page_answers_an_operators_questions(page: Any) -> None:
         for each in page.query_selector_all("[data-answer]")
     }
     assert re.match(r"Nothing stands out. First tokens came after \d+ ms", answers["slow"])
-    assert "is computing prompts" in answers["slow"]
-    assert re.match(r"\d+% is in use by running requests, \d+% holds prefixes", answers["kv"])
-    assert re.search(r"\d+ requests? ended, and none failed", answers["minute"])
+    assert "is prefill (computing prompts, and waiting behind other prompts)" in answers["slow"]
+    assert re.match(r"\d+% is in use by open requests, \d+% holds prefixes", answers["kv"])
+    counts = r"[\d,]+ requests? arrived, [\d,]+ got the first token, and [\d,]+ ended; none failed"
+    assert re.search(counts, answers["minute"])
     assert "not known yet: no decode worker has measured" in answers["more_decode"]
 
 
@@ -241,7 +298,7 @@ def test_a_bar_has_its_own_scale_and_says_what_took_longest(page: Any) -> None:
     assert abs(sum(widths) - 100) < 0.1
     total = item.query_selector(".scale span")
     assert re.fullmatch(r"\d+ ms", total.text_content()), "it is at the bar's end"
-    longest = r"Longest: \d+ ms computing 64 of 128 prompt tokens on prefill-\d+"
+    longest = r"Longest: \d+ ms in prefill on prefill-\d+, which computed 64 of 128 prompt tokens"
     assert re.search(longest, item.inner_text())
     assert "The load decided: this request is simulated." in item.inner_text()
 

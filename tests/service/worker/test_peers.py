@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -25,8 +26,8 @@ from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.net.store.registry import KvCompatibility, WorkerRecord
-from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.reach import host_identity
+from tandem.transfer.reads.messages import RemotePool
 from tandem.worker.peers import pairing as pairing_module
 from tandem.worker.peers import peers as peers_module
 from tandem.worker.peers.pairing import FAILURES_MAX, Pairing
@@ -74,18 +75,22 @@ class Link:
     """Stands in for `tandem.worker.engine_process.link.EngineLink`, as far as peers need it."""
 
     reads: list[tuple[int, float]] | Exception = field(default_factory=lambda: list(FAST))
+    # Transport -> its reads, if they differ from `reads`.
+    reads_over: dict[str, list[tuple[int, float]] | Exception] = field(default_factory=dict)
+    pool: Any = field(default_factory=lambda: SimpleNamespace(write_probe=lambda data: None))
     num_connected: int = 0
     disconnected: list[str] = field(default_factory=list)
 
     async def connect_peer(
-        self, peer_id: str, metadata: bytes, pool: RemotePool
+        self, peer_id: str, metadata: bytes, pool: RemotePool, transport: str
     ) -> list[tuple[int, float]]:
         self.num_connected += 1
-        if isinstance(self.reads, Exception):
-            raise self.reads
-        return self.reads
+        reads = self.reads_over.get(transport, self.reads)
+        if isinstance(reads, Exception):
+            raise reads
+        return reads
 
-    def disconnect_peer(self, peer_id: str) -> None:
+    def disconnect_peer(self, peer_id: str, transport: str) -> None:
         self.disconnected.append(peer_id)
 
 
@@ -272,13 +277,70 @@ async def test_nixl_alone_is_refused_on_a_gpu_that_this_container_does_not_have(
             await pair.get()
 
 
+def offers_cuda_ipc(pair: Pair, gpu: str) -> None:
+    pair.producer.answer.transports[:] = ["cuda_ipc", "grpc"]
+    pair.producer.answer.cuda_ipc_metadata = b"handle"
+    pair.producer.answer.host.gpus[:] = [gpu]
+    pair.producer.answer.pool = msgspec.msgpack.encode(RemotePool(0, 4, 1000, 0, "VRAM"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "reads", "transport", "warning"),
+    [
+        ("nvidia3", FAST, "cuda_ipc", ""),
+        ("nvidia3", SLOW, "grpc", "CUDA IPC is slower"),
+        ("nvidia3", Incompatible("no such handle"), "grpc", "CUDA IPC does not work: no such hand"),
+        ("nvidia0", FAST, "grpc", "no path to the peer's GPU"),
+    ],
+)
+async def test_gpus_of_one_machine_use_cuda_ipc_if_it_is_as_fast_as_grpc(
+    gpu: str,
+    reads: list[tuple[int, float]] | Exception,
+    transport: str,
+    warning: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = msgspec.structs.replace(host_identity(), gpus=("nvidia3",), cma=True, rdma=False)
+    monkeypatch.setattr(pairing_module, "host_identity", lambda _: own)
+    async with pair_of(reads_over={"cuda_ipc": reads}) as pair:
+        offers_cuda_ipc(pair, gpu)
+        assert (await pair.get()).transport == transport
+        assert pair.link.num_connected == (gpu == "nvidia3")
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == bool(warning)
+    assert all(warning in each for each in warnings)
+
+
+async def test_cuda_ipc_that_fails_turns_the_pair_to_grpc_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers_module, "_AGAIN_MIN_S", 0.0)
+    async with pair_of() as pair:
+        offers_cuda_ipc(pair, "")
+        assert (await pair.get()).transport == "cuda_ipc"
+        for _ in range(FAILURES_MAX):
+            pair.rates.on_pull_failed("p0", "cuda_ipc")
+        assert (await pair.get()).transport == "grpc"
+        assert "3 CUDA IPC reads failed in a row" in caplog.text
+        await pair.settled("cuda_ipc")
+
+
+async def test_cuda_ipc_alone_is_refused_where_the_peers_gpu_is_not_visible() -> None:
+    async with pair_of("cuda_ipc") as pair:
+        offers_cuda_ipc(pair, "")
+        pair.producer.answer.host.boot_id = "of another machine"
+        with pytest.raises(WorkerLost, match="does not see the peer's GPU"):
+            await pair.get()
+
+
 @pytest.mark.parametrize("transport", ["nixl", "grpc"])
 async def test_what_was_asked_for_is_used_or_nothing(transport: str) -> None:
     async with pair_of(transport, reads=Incompatible("broken")) as pair:
         if transport == "nixl":
             with pytest.raises(WorkerLost, match="broken"):
                 await pair.get()
-            assert pair.link.disconnected == ["p0-e"]
+            assert set(pair.link.disconnected) == {"p0-e"}
         else:
             assert (await pair.get()).transport == "grpc"
         assert pair.link.num_connected == (transport == "nixl")

@@ -51,10 +51,10 @@ KNOWN = [
 
 def test_a_wide_screen_shows_one_row_for_each_worker() -> None:
     lines = shown(300, worker_tables, [worker("decode-0")], KNOWN).splitlines()
-    assert len(lines) == 3
-    assert NOTE in lines[1]
-    assert "1000 tok/s, 1+2n ms" in lines[1]
-    assert "prefill-0 nixl 1.6 GB/s, prefill-1 nixl" in lines[1]
+    assert len(lines) == 4, "the header has two lines"
+    assert NOTE in lines[2]
+    assert "1000 tok/s, 1+2n ms" in lines[2]
+    assert "prefill-0 nixl 1.6 GB/s, prefill-1 nixl" in lines[2]
 
 
 def test_in_80_columns_nothing_is_broken_or_lost() -> None:
@@ -65,6 +65,17 @@ def test_in_80_columns_nothing_is_broken_or_lost() -> None:
     for name in ("decode-0", "decode-1", "prefill-10", "prefill-0 nixl 1.6 GB/s", "2 h", "50% of"):
         assert name in text
     assert "prefill-0 nixl 1.6 GB/s," not in text  # a line for each peer
+
+
+def test_requests_are_counted_at_their_decode_worker() -> None:
+    busy = worker("decode-0")
+    busy["load"] |= {"num_prefilling": 1, "num_pulls": 4, "num_waiting": 2}
+    peer = worker("prefill-0") | {"role": "prefill"}
+    decode, prefill = shown(300, worker_tables, [busy, peer], []).splitlines()[2:4]
+    assert decode.split()[5:9] == ["2", "7", "512", "50%"], "2 of 3 running decode; 1 + 4 + 2"
+    assert prefill.split()[5:8] == ["-", "-", "512"]
+    old = shown(300, worker_tables, [worker("decode-0")], []).splitlines()[2]
+    assert old.split()[5:7] == ["3", "0"], "an older worker tells less"
 
 
 @pytest.mark.parametrize("width", [300, 80])

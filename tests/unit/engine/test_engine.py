@@ -114,6 +114,10 @@ def test_long_prompts_are_prefilled_in_chunks_beside_decode() -> None:
     outcome.take(engine.step())
     engine.add(make_spec("b", PROMPT, max_tokens=2))
     drive(engine, outcome)
+    loads = [r.load for r in outcome.reports[:4]]
+    assert [(load.num_decoding, load.num_in_prefill) for load in loads] == [
+        *((1, 0), (1, 1), (2, 0), (1, 0)),
+    ]
     work = [(r.num_decode_tokens, r.num_prefill_tokens) for r in outcome.reports]
     assert work[:4] == [(0, 1), (1, 3), (1, 3), (2, 0)]
     assert outcome.token_ids == {"a": continuation([7], 8), "b": continuation(PROMPT, 2)}

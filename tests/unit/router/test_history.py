@@ -26,13 +26,13 @@ def test_a_sample_has_rates_since_the_one_before() -> None:
     metrics.pulled_bytes.inc(50_000_000)
     metrics.migrations.labels(reason="crash").inc(2)
     metrics.migrations.labels(reason="drain").inc(3)
-    metrics.requests_pending.inc(1)
-    history.take(NOW + STEP_S, WorkerSums(num_running=7, num_waiting=2, num_pulls=3, num_leases=4))
+    counts = {"num_decoding": 7, "num_in_prefill": 5, "num_queued": 2}
+    history.take(NOW + STEP_S, WorkerSums(**counts, num_pulls=3, num_leases=4))
     told = last(history)
     assert told["at"] == NOW + STEP_S
     assert (told["requests_per_s"], told["errors_per_s"], told["cancelled_per_s"]) == (5, 1, 2)
     assert (told["tokens_per_s"], told["pulled_mb_per_s"], told["moves_per_s"]) == (200, 10, 1)
-    assert (told["running"], told["waiting"]) == (7, 3), "those in queues, each once"
+    assert (told["decoding"], told["in_prefill"], told["queued"]) == (7, 5, 2)
     assert (told["num_pulls"], told["num_leases"]) == (3, 4)
 
 

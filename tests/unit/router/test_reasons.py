@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 
+from tandem.common.units import format_ms
 from tandem.router.placement.choose import Work, choose
 from tandem.router.placement.reasons import asks, reason_of, sentence_of
 from tests.unit.router.snapshots import snapshot as worker
@@ -58,12 +60,32 @@ def test_the_reason_is_a_sentence(queued: int, matches: dict[str, int], told: st
     assert placement is not None
     sentence = sentence_of(reason_of(work, placement, matches), placement)
     assert sentence.startswith(told)
-    assert "with 0 requests running and 0 waiting. Next best was d" in sentence
+    assert "with 0 decoding, 0 in prefill and 0 queued. Next best was d" in sentence
     other = placement.runner_up
     assert other is not None
     assert other.worker.worker_id != placement.decode.worker_id
-    told = f"{other.worker.worker_id}: {other.cost_s * 1000:.0f} ms, with"
+    told = f"{other.worker.worker_id}: {format_ms(1000 * other.cost_s)}, with"
     assert sentence.endswith(f"{told} {other.reused.num_tokens:,} tokens held.")
+
+
+@pytest.mark.parametrize(
+    ("queued", "why"),
+    [
+        (0, "each, and their predicted delays are about the same."),
+        (500, "each, so the shorter predicted delay decided. d1's predicted delay was "),
+    ],
+)
+def test_a_prefix_that_two_workers_hold_is_no_reason(queued: int, why: str) -> None:
+    workers = [worker("d0", queued_tokens=queued), worker("d1")]
+    matches = {"d0": 20, "d1": 20}
+    placement = choose(Work(1000), workers, matches, Random(0))
+    assert placement is not None
+    sentence = sentence_of(reason_of(Work(1000), placement, matches), placement)
+    assert f"already held 320 of the 1,000 prompt tokens in whole blocks {why}" in sentence
+    assert "no worker held more" not in sentence
+    slower = msgspec.structs.replace(placement.runner_up, cost_s=12.4)
+    told = sentence_of("prefix", msgspec.structs.replace(placement, runner_up=slower))
+    assert f"Next best was {slower.worker.worker_id}: 12.4 s, with 320 tokens held." in told
 
 
 def test_the_sentence_names_the_prefill_worker_that_has_the_prefix() -> None:

@@ -4,7 +4,9 @@ import pytest
 
 from tandem.errors import QueueFull, RequestNotFound
 from tandem.router.metrics.timeline import Timeline
+from tandem.router.request.job import JobState
 from tandem.router.request.log import RequestLog, RequestRecord
+from tests.unit.router.test_job import job_of
 
 
 def record(request_id: str) -> RequestRecord:
@@ -51,3 +53,35 @@ def test_requests_of_one_client_id_are_all_found_and_kept_apart() -> None:
     assert [r.request_id for r in log.find_choices("mine")] == ["a", "b", "c"]
     assert log.find_choices("") == []
     assert log.find("a").as_dict()["client_request_id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("state", "num_submissions", "attempts", "phase"),
+    [
+        (JobState.PLACING, 0, set(), "router"),
+        (JobState.WAITING, 0, set(), "queued"),
+        (JobState.PENDING, 1, {1}, "queued"),
+        (JobState.SUBMITTED, 1, set(), "prefill"),
+        (JobState.SUBMITTED, 1, {1}, "decoding"),
+        (JobState.SUBMITTED, 2, {1}, "moved"),
+        (JobState.MIGRATING, 2, {1}, "decoding"),
+        (JobState.MIGRATING, 2, set(), "prefill"),
+    ],
+)
+def test_an_open_request_has_a_phase(
+    state: JobState, num_submissions: int, attempts: set[int], phase: str
+) -> None:
+    opened = record("a")
+    assert opened.phase == "router"
+    job = job_of(state)
+    job.routing.num_submissions = num_submissions
+    job.progress.attempts |= attempts
+    opened.jobs = [job_of(), job]
+    assert opened.phase == phase
+    assert opened.num_prompt_tokens == 5
+    log = RequestLog()
+    log.open(opened)
+    assert log.num_in_router() == (phase in ("router", "queued"))
+    opened.end()
+    opened.outcome = "stop"
+    assert log.num_in_router() == 0

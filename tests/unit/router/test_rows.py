@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from tandem.router.workers.rows import (
     effect_of,
     headline,
     problems_of,
+    remedy_of,
     worker_rows,
 )
 from tandem.router.workers.troubles import clock_of_router
@@ -207,8 +209,11 @@ def test_the_headline_names_cause_effect_and_remedy() -> None:
     assert headline(problems, pools, found, effect) == (
         "decode-0 is loading: started 2 s ago; its previous process was ended by SIGKILL. "
         "3 requests moved to other workers; requests are served. "
-        "Nothing has to be done: the worker takes requests when its model is loaded."
+        "Nothing has to be done about decode-0: a worker takes requests when its model is loaded."
     )
+    rest = [replace(found[0], worker_id=f"decode-{n}") for n in range(1, 4)]
+    assert "done about decode-0, decode-1, decode-2: a worker takes" in remedy_of(found + rest[:2])
+    assert "done about these 4 workers: a worker takes" in remedy_of(found + rest)
     assert effect_of(reason="no decode worker", num_moved=0, pools=pools).startswith("Requests are")
     no_prefill = {**pools, "prefill": {"ready": 0, "serving": 0}}
     assert effect_of(reason="", num_moved=0, pools=no_prefill) == (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.transfer.nixl.fence import Fence
+from tandem.transfer.reads.fence import Fence
 
 BLOCKS_MAX = 6
 GRACE_S = 0.5

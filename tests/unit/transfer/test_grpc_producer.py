@@ -32,6 +32,10 @@ class Pool:
         self.reads.append(list(block_ids))
         return [bytes([block_id]) * self.block_bytes for block_id in block_ids]
 
+    async def read_probe(self, num_bytes: int) -> bytes:
+        self.reads.append([num_bytes])
+        return bytes(num_bytes)
+
 
 async def messages_of(pool: Pool) -> list[bytes]:
     owner: Any = SimpleNamespace(pool=pool)
@@ -59,3 +63,13 @@ async def test_a_message_through_the_engine_has_several_blocks(
     assert [len(message) for message in messages] == [n * block_bytes for n in blocks_a_message]
     assert [message[0] for message in messages] == [read[0] for read in pool.reads]
     assert max(map(len, messages)) < MESSAGE_BYTES_MAX
+
+
+async def test_a_probe_reads_the_pools_device_in_the_messages_of_pulls() -> None:
+    pool = Pool(PoolThroughEngine.message_bytes, 2 << 20)
+    owner: Any = SimpleNamespace(pool=pool)
+    server = BlockServer(owner, lambda _: None, lambda _: None, block_bytes=pool.block_bytes)
+    request = pb.ProbeRequest(num_bytes=pool.message_bytes + 5)
+    messages = [bytes(decode(message)) async for message in server.probe(request, None)]
+    assert pool.reads == [[pool.message_bytes], [5]]
+    assert messages == [bytes(pool.message_bytes), bytes(5)]

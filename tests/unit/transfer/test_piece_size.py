@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.transfer.nixl.piece_size import PIECE_S, READS_MAX, PieceSize, device_bytes
+from tandem.transfer.reads.piece_size import (
+    CUDA_IPC_BYTES,
+    PIECE_S,
+    READS_MAX,
+    PieceSize,
+    device_bytes,
+)
 
 MIB = 1 << 20
 
@@ -43,3 +49,7 @@ def test_pieces_between_gpus_are_larger_unless_one_pull_would_fill_the_quarantin
     assert small == 16 * MIB
     assert READS_MAX * small // (MIB // 4) <= 256 // 2
     assert device_bytes(block_bytes=1024, quarantine_blocks_max=256) == MIB
+
+
+def test_a_piece_over_cuda_ipc_keeps_its_size() -> None:
+    assert PieceSize(CUDA_IPC_BYTES).num_bytes == CUDA_IPC_BYTES == 1024 * MIB

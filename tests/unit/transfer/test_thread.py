@@ -8,19 +8,23 @@ import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tandem.common.config.transfer import TransferConfig
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.errors import Incompatible, InternalError
-from tandem.transfer.nixl import agent, messages, thread
-from tandem.transfer.nixl import consumer as consumer_module
-from tandem.transfer.nixl.consumer import RECOVER_S, NixlConsumer
-from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
+from tandem.transfer import thread
+from tandem.transfer.nixl import agent, producer
 from tandem.transfer.nixl.ucx_mode import UcxMode
+from tandem.transfer.reads import block_reader as reader_module
+from tandem.transfer.reads import messages
+from tandem.transfer.reads.block_reader import RECOVER_S, BlockReader
+from tandem.transfer.reads.messages import LocalPool, Pull, PullResult, RemotePool
 
 LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
 DEADLINE_S = 10.0
@@ -88,11 +92,11 @@ def test_without_nixl_each_question_is_answered(
     assert isinstance(connected, messages.PeerConnected)
     assert "NIXL cannot be loaded" in connected.error
     transfer.producer(7)
-    producer = events.get(timeout=DEADLINE_S)
-    assert isinstance(producer, messages.ProducerReady)
-    assert (producer.request_id, producer.metadata) == (7, b"")
-    assert producer.pool == RemotePool(POOL.address, 8, LAYOUT.block_bytes, 0, "DRAM")
-    assert "NIXL cannot be loaded" in producer.error
+    ready = events.get(timeout=DEADLINE_S)
+    assert isinstance(ready, messages.ProducerReady)
+    assert (ready.request_id, ready.metadata) == (7, b"")
+    assert ready.pool == RemotePool(POOL.address, 8, LAYOUT.block_bytes, 0, "DRAM")
+    assert "NIXL cannot be loaded" in ready.error
 
 
 EQUAL = "the numbers must be equal and above 0"
@@ -150,10 +154,10 @@ def test_after_a_bug_everything_is_answered_and_only_what_never_started_is_unfen
     transfer: thread.TransferThread,
     events: SimpleQueue[messages.TransferEvent],
 ) -> None:
-    def broken(consumer: NixlConsumer) -> list[PullResult]:
+    def broken(consumer: BlockReader) -> list[PullResult]:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(NixlConsumer, "poll", broken)
+    monkeypatch.setattr(BlockReader, "poll", broken)
     submit: list[Callable[[], None]] = [
         lambda: transfer.submit(pull()),
         lambda: transfer.submit(pull()),
@@ -180,8 +184,8 @@ def test_a_consumer_that_cannot_be_made_anew_is_told_once_and_not_before_its_tim
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
-    consumer = NixlConsumer(
-        POOL, "alone", mode=UcxMode.MEMORY, quarantine_blocks_max=4, clock=lambda: now
+    consumer = BlockReader(
+        POOL, lambda number: SimpleNamespace(), quarantine_blocks_max=4, clock=lambda: now
     )
 
     def fails(*args: object) -> None:
@@ -191,7 +195,7 @@ def test_a_consumer_that_cannot_be_made_anew_is_told_once_and_not_before_its_tim
         with pytest.raises(Incompatible):
             consumer.connect("peer", b"metadata", REMOTE)
 
-    monkeypatch.setattr(consumer_module, "AgentInstance", fails)
+    monkeypatch.setattr(reader_module, "AgentInstance", fails)
     connect()
     now += 2 * RECOVER_S
     connect()
@@ -200,10 +204,94 @@ def test_a_consumer_that_cannot_be_made_anew_is_told_once_and_not_before_its_tim
     connect()
     assert "no memory to register" in consumer.failure()
     monkeypatch.setattr(
-        consumer_module, "AgentInstance", lambda *args: SimpleNamespace(load=lambda *peer: None)
+        reader_module, "AgentInstance", lambda *args: SimpleNamespace(load=lambda *peer: None)
     )
     consumer.connect("peer", b"metadata", REMOTE)
     assert consumer.failure() == ""
+
+
+@pytest.mark.parametrize(
+    ("transport", "mode", "nixl", "ucx_uses_cuda_ipc", "cuda_ipc"),
+    [
+        ("auto", UcxMode.MEMORY, b"", None, b"handle"),
+        ("auto", UcxMode.RDMA, b"nixl", False, b"handle"),
+        ("auto", UcxMode.TCP, b"nixl", False, b"handle"),
+        ("nixl", UcxMode.MEMORY, b"nixl", True, b""),
+        ("cuda_ipc", UcxMode.RDMA, b"", None, b"handle"),
+    ],
+)
+def test_ucx_has_no_part_in_reads_within_a_machine_of_gpus_that_this_process_maps(
+    transport: str,
+    mode: UcxMode,
+    nixl: bytes,
+    ucx_uses_cuda_ipc: bool | None,
+    cuda_ipc: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    events: SimpleQueue[messages.TransferEvent],
+) -> None:
+    created: list[bool] = []
+
+    def make(*_: object, with_cuda_ipc: bool, **__: object) -> Any:
+        created.append(with_cuda_ipc)
+        return SimpleNamespace(metadata=lambda: b"nixl", register=lambda **_: None, close=list)
+
+    monkeypatch.setattr(producer, "NixlAgent", make)
+    monkeypatch.setattr(thread, "host_identity", lambda _: SimpleNamespace(mode=mode))
+    device: Any = SimpleNamespace(export=lambda address: b"handle")
+    config = TransferConfig(transport=transport)  # type: ignore[arg-type]
+    under_test = thread.TransferThread(POOL, config, "gpu", events.put, ipc_device=device)
+    under_test.start()
+    under_test.producer(1)
+    ready = events.get(timeout=DEADLINE_S)
+    under_test.stop()
+    assert ready == messages.ProducerReady(1, nixl, POOL.remote(), cuda_ipc=cuda_ipc)
+    assert created == ([] if ucx_uses_cuda_ipc is None else [ucx_uses_cuda_ipc])
+
+
+def test_a_pool_that_cannot_be_shared_is_said(
+    events: SimpleQueue[messages.TransferEvent],
+) -> None:
+    def fails(address: int) -> bytes:
+        raise Incompatible("the KV pool cannot be shared over CUDA IPC")
+
+    device: Any = SimpleNamespace(export=fails)
+    config = TransferConfig(transport="cuda_ipc")
+    under_test = thread.TransferThread(POOL, config, "gpu", events.put, ipc_device=device)
+    under_test.start()
+    under_test.producer(1)
+    ready = events.get(timeout=DEADLINE_S)
+    under_test.stop()
+    error = "the KV pool cannot be shared over CUDA IPC"
+    assert ready == messages.ProducerReady(1, b"", POOL.remote(), cuda_ipc_error=error)
+
+
+def test_a_transport_that_this_process_does_not_use_is_refused(
+    events: SimpleQueue[messages.TransferEvent], transfer: thread.TransferThread
+) -> None:
+    transfer.connect("peer", b"handle", REMOTE, "cuda_ipc")
+    error = "the engine process does not use the transport cuda_ipc"
+    connected = messages.PeerConnected("peer", error, transport="cuda_ipc")
+    assert events.get(timeout=DEADLINE_S) == connected
+    transfer.disconnect("peer", "cuda_ipc")
+    transfer.submit(pull())
+    assert isinstance(events.get(timeout=DEADLINE_S), messages.Settled)
+
+
+@pytest.mark.parametrize(
+    ("memory", "mode", "is_larger"),
+    [
+        ("DRAM", UcxMode.MEMORY, False),
+        ("VRAM", UcxMode.RDMA, False),
+        ("VRAM", UcxMode.MEMORY, True),
+    ],
+)
+def test_nixl_reads_gpus_of_one_machine_in_pieces_of_another_size(
+    memory: str, mode: UcxMode, is_larger: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "device_bytes", lambda **_: 7)
+    pool = replace(POOL, memory=memory)
+    found = thread._nixl_piece_bytes(pool, mode, quarantine_blocks_max=4)
+    assert found == (7 if is_larger else thread.FIRST_BYTES)
 
 
 def test_the_queue_of_commands_is_bounded(events: SimpleQueue[messages.TransferEvent]) -> None:

@@ -25,6 +25,24 @@ def test_an_operators_choice_of_rdma_transports_is_kept() -> None:
     assert transports(UcxMode.TCP, "DRAM", {}) == "all"
 
 
+@pytest.mark.parametrize(
+    ("mode", "asked", "named"),
+    [
+        (UcxMode.MEMORY, "all", "posix,sysv,cma,self,cuda_copy"),
+        (UcxMode.RDMA, "all", "ib,cuda_copy"),
+        (UcxMode.RDMA, "rc_mlx5,cuda_ipc", "rc_mlx5"),
+        (UcxMode.TCP, "all", "^cuda_ipc"),
+        (UcxMode.TCP, "^ib", "^ib,cuda_ipc"),
+        (UcxMode.TCP, "^cuda_ipc", "^cuda_ipc"),
+        (UcxMode.TCP, "tcp,cuda_copy,cuda_ipc", "tcp,cuda_copy"),
+    ],
+)
+def test_ucx_does_not_map_the_gpus_that_this_process_maps(
+    mode: UcxMode, asked: str, named: str
+) -> None:
+    assert transports(mode, "VRAM", {"UCX_TLS": asked}, with_cuda_ipc=False) == named
+
+
 @pytest.mark.parametrize("before", [None, "tcp"])
 def test_the_environment_is_as_it_was_afterwards(
     before: str | None, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from tandem.engine.types import (
     TierStats,
 )
 from tandem.net.observability.traces import Attributes
-from tandem.transfer.nixl.messages import PullResult
+from tandem.transfer.reads.messages import PullResult
 from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, Submission
 from tandem.worker.engine_process.messages import PullsSettled

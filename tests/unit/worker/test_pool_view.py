@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,8 @@ from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.cache.layout.pool_memory import create_shared, map_shared, size_shared
 from tandem.errors import InternalError, LeaseLost
 from tandem.transfer.grpc.reservations import Reservations
+from tandem.worker.engine_process import messages
+from tandem.worker.engine_process.link import PoolThroughEngine
 from tandem.worker.engine_process.pool_view import MappedPool
 
 SIZE = 100
@@ -90,3 +94,22 @@ def test_both_who_map_a_shared_pool_see_the_same_bytes() -> None:
     assert other[:] == bytes(3 * SIZE)
     one[SIZE : 2 * SIZE] = block(5)
     assert other[SIZE : 2 * SIZE] == block(5)
+
+
+async def test_probes_of_a_pool_on_a_gpu_go_through_the_engine_process() -> None:
+    """Like pulls, and unlike probes of a pool that this process has mapped."""
+    asked: list[int] = []
+    sent: list[tuple[object, bytes]] = []
+
+    async def load_probe(num_bytes: int) -> memoryview:
+        asked.append(num_bytes)
+        return memoryview(bytes(num_bytes))
+
+    link: Any = SimpleNamespace(
+        load_probe=load_probe, send=lambda command, data: sent.append((command, bytes(data)))
+    )
+    pool = PoolThroughEngine(link, BlockSpans.equal(SIZE, 8))
+    assert bytes(await pool.read_probe(3)) == bytes(3)
+    pool.write_probe(memoryview(b"abc"))
+    assert asked == [3]
+    assert sent == [(messages.StoreProbe(), b"abc")]

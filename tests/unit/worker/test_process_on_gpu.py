@@ -10,7 +10,9 @@ import torch
 
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.transfer.cuda_ipc import cuda
 from tandem.transfer.protocol import PROBE_BYTES
+from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.process import EngineProcess
 
 LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
@@ -54,3 +56,21 @@ def test_a_destroyed_agents_copies_end_with_the_pools_gpu(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(str(device)))
     process_on(device)._finish_copies()
     assert waited == waits
+
+
+def test_probes_over_grpc_pass_through_the_pools_gpu() -> None:
+    process = process_on("cuda:1")
+    stored: list[bytes] = []
+    process._bytes = SimpleNamespace(read_probe=bytes, write_probe=stored.append)
+    sent: list[tuple[object, object]] = []
+    process._send = lambda reply, data=None: sent.append((reply, data))
+    process._apply(messages.LoadProbe(7, 3), [b""])
+    process._apply(messages.StoreProbe(), [b"", b"abc"])
+    assert sent == [(messages.BlockData(7, ""), bytes(3))]
+    assert stored == [b"abc"]
+
+
+def test_only_a_pool_on_a_gpu_is_shared_over_cuda_ipc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "CudaIpcDevice", lambda device: f"device {device}")
+    assert process_on("cuda:1")._ipc_device() == "device cuda:1"
+    assert process_on("cpu")._ipc_device() is None

@@ -1,4 +1,4 @@
-from tandem.transfer.nixl.messages import Pull, PullResult
+from tandem.transfer.reads.messages import Pull, PullResult
 from tandem.worker.engine_process.pull_ledger import PullLedger
 
 

@@ -14,6 +14,7 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tandem.api.admin.request_text import (
     Request,
@@ -24,10 +25,10 @@ from tandem.api.admin.request_text import (
     percent,
     percents,
     prefilled_at,
-    took,
     waited_at,
 )
 from tandem.common.perf_model.rates import DEFAULT_DECODE, DecodeRate
+from tandem.common.units import format_ms
 from tandem.common.worker_load import WorkerLoad, held_shares
 from tandem.net.store.cluster_event import ClusterEvent
 from tandem.router.metrics.latencies import Latency
@@ -67,18 +68,51 @@ _COMING = ("loading", "starting", "restarting")
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """The open requests that are not decoding.
+
+    `number` is the page's count of requests in prefill or queued. The other two are about the
+    requests of this router that have no token.
+    """
+
+    number: int = 0
+    num_late: int = 0  # number of requests that have waited longer than their target
+    oldest_s: float = 0.0  # longest wait
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
-    """The latencies of the router's requests in the last minute, and the targets for them."""
+    """The latencies of the router's requests in the last minute, the targets for them, and the
+    requests that wait."""
 
     first: Latency = field(default_factory=Latency)  # times to the first token
     following: Latency = field(default_factory=Latency)  # times between tokens
     ttft_target_s: float = 2.0
     itl_target_s: float = 0.1
+    waiting: Waiting = field(default_factory=Waiting)
 
     @property
     def is_slow(self) -> bool:
-        """True if too many first tokens were later than the target."""
-        return self.first.num_late > _LATE_MAX * self.first.number
+        """True if too many first tokens were later than the target, or will be."""
+        waiting = self.waiting.num_late
+        return self.first.num_late + waiting > _LATE_MAX * (self.first.number + waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """The pool for which prompts wait. All figures are of the last minute: queues grow and shrink
+    within seconds, and so would the answer."""
+
+    role: Literal["prefill", "decode", ""]  # "": prompts hardly wait, or no prompt came
+    # The waits, in a sentence. "": no prompt came.
+    evidence: str = ""
+
+    @property
+    def cause(self) -> str:
+        """The cause of slow first tokens and its remedy, in a sentence; "" if it is not known."""
+        pool = {"prefill": "prefill workers", "decode": "decode workers", "": ""}[self.role]
+        best = f"one more {self.role} worker would help most"
+        return f"Prompts wait for {pool}: {best}." if self.role else ""
 
 
 def answers_of(
@@ -91,13 +125,13 @@ def answers_of(
     moved: Mapping[str, int],
     queued_s: Mapping[str, float],
     now: float,
-) -> dict[str, str]:
-    """Answers all questions.
+) -> tuple[dict[str, str], Bottleneck]:
+    """Answers all questions, and returns the bottleneck.
 
     `known` are the workers that are ready or drain, and `rows` are the rows of all workers.
     `requests` are the latest requests and the slowest one of the last minute, and `records` are the
     records of all requests that the router remembers. `moved` has the number of requests that moved
-    off a worker in the last minute. `queued_s` is described at `one_more_decode`.
+    off a worker in the last minute. `queued_s` is described at `bottleneck_of`.
     """
     told = {request["id"] for request in requests}
     older = [
@@ -107,21 +141,45 @@ def answers_of(
         and record.created + ttft_s > now - RECENT_S
         and record.request_id not in told
     ]
-    return {
+    bottleneck = bottleneck_of(known, [*requests, *older], queued_s, now)
+    answers = {
         "slow": slow(requests, service, now, older, known),
         "kv": kv_cache(known),
-        "minute": last_minute(records, events, now, moved, rows),
-        "more_decode": one_more_decode(known, [*requests, *older], rows, queued_s, now),
+        "minute": last_minute(records, events, now, service.first.number, moved, rows),
+        "more_decode": one_more_decode(known, bottleneck, rows, service.following.median_ms),
     }
+    return answers, bottleneck
 
 
-def verdict(rows: Iterable[WorkerRow], service: Service, *, is_well: bool) -> str:
-    """Returns a sentence about workers that are not ready, and one about slow first tokens. Returns
-    "" if there is neither.
+def waiting_of(
+    records: Iterable[RequestRecord],
+    now: float,
+    number: int,
+    *,
+    ttft_target_s: float,
+    ttft_token_s: float,
+) -> Waiting:
+    """Returns the requests that wait. `number` is the count of all workers and this router. A first
+    token may take `ttft_target_s`, and `ttft_token_s` more for each prompt token."""
+    waits_s = []
+    num_late = 0
+    for record in records:
+        if record.outcome == RUNNING and record.timeline.ttft_s is None:
+            waits_s.append(now - record.created)
+            allowed_s = ttft_target_s + ttft_token_s * record.num_prompt_tokens
+            num_late += waits_s[-1] > allowed_s
+    return Waiting(number, num_late, max(waits_s, default=0.0))
+
+
+def verdict(
+    rows: Iterable[WorkerRow], service: Service, bottleneck: Bottleneck, *, is_well: bool
+) -> str:
+    """Returns a sentence about workers that are not ready, and two about slow first tokens and
+    their cause. Returns "" if there is neither.
 
     The page shows the sentences before the problems, or in place of "All is well".
     """
-    late = _late(service) if service.is_slow else ""
+    late = f"{_late(service)} {bottleneck.cause}".strip() if service.is_slow else ""
     if is_well:
         return f"All workers are ready, but {late}" if late else ""
     pools: dict[str, list[WorkerRow]] = {}
@@ -138,13 +196,20 @@ def verdict(rows: Iterable[WorkerRow], service: Service, *, is_well: bool) -> st
 
 
 def _late(service: Service) -> str:
-    """Says how many first tokens were later than the target."""
+    """Says how many first tokens were later than the target, and whether a request has waited
+    longer than all of them."""
     first = service.first
-    return (
-        f"first tokens are slow: {first.num_late} of {first.number} in the last minute took longer"
-        f" than the target of {service.ttft_target_s:g} s (median {took(first.median_ms or 0.0)},"
-        f" slowest {took(first.max_ms or 0.0)})."
-    )
+    slowest_ms = first.max_ms or 0.0
+    parts = []
+    if first.num_late:
+        parts.append(
+            f"{first.num_late} of {first.number} in the last minute took longer than the target of"
+            f" {service.ttft_target_s:g} s (median {format_ms(first.median_ms or 0.0)},"
+            f" slowest {format_ms(slowest_ms)})"
+        )
+    if service.waiting.num_late and 1000 * service.waiting.oldest_s > slowest_ms:
+        parts.append(f"the oldest request without one has waited {service.waiting.oldest_s:.0f} s")
+    return f"first tokens are slow: {', and '.join(parts)}."
 
 
 def slowest_of(records: Iterable[RequestRecord], now: float) -> RequestRecord | None:
@@ -173,14 +238,13 @@ def slow(
     `known` are the workers that have requests.
     """
     first = service.first
+    waiting = service.waiting
     recent = [r for r in requests if _is_recent(r, now)]
-    no_token = [r for r in requests if r["ttft_ms"] is None and r["outcome"] == RUNNING]
-    oldest_s = max((now - r["created"] for r in no_token), default=0.0)
     stuck = ""
-    if oldest_s > service.ttft_target_s:
-        have = "has" if len(no_token) == 1 else "have"
-        stuck = f"{count(len(no_token), 'request')} {have} no token yet; the oldest has waited"
-        stuck += f" {oldest_s:.0f} s.{_most_queued(known)}"
+    if waiting.num_late:
+        verb = "is" if waiting.number == 1 else "are"
+        stuck = f"{count(waiting.number, 'request')} {verb} in prefill or queued now; the oldest"
+        stuck += f" without a token has waited {waiting.oldest_s:.0f} s.{_most_queued(known)}"
     if not recent or first.median_ms is None or first.max_ms is None:
         return stuck or "Nothing to report: no request got a first token in the last minute."
     slowest = min(recent, key=lambda r: (-r["ttft_ms"], r["created"], r["id"]))
@@ -192,10 +256,10 @@ def slow(
     }
     share = max(sums.values()) / (sum(sums.values()) or 1.0)
     came = "are slow:" if is_slow else "came after"
-    at_most = f", {took(first.max_ms)} at most" if first.number > 1 else ""
+    at_most = f", {format_ms(first.max_ms)} at most" if first.number > 1 else ""
     parts = [
         "" if is_slow or is_slow_itl else "Nothing stands out.",
-        f"First tokens {came} {took(first.median_ms)} at the median of the last minute's"
+        f"First tokens {came} {format_ms(first.median_ms)} at the median of the last minute's"
         f" {count(first.number, 'request')}{at_most} (target: {service.ttft_target_s:g} s)."
         f" {share:.0%} of that is {longest_name(sums)}{_where(sums, (*recent, *older))}.",
         f"The slowest spent {longest_stage(slowest, requests)}." if is_slow else "",
@@ -203,7 +267,7 @@ def slow(
     ]
     if itl_ms is not None:
         only = "only " if is_slow_itl else ""
-        parts.append(f"Then a token follows {only}every {took(itl_ms)}, at the median.")
+        parts.append(f"Then a token follows {only}every {format_ms(itl_ms)}, at the median.")
     return " ".join(filter(None, parts))
 
 
@@ -243,7 +307,7 @@ def kv_cache(known: Sequence[KnownWorker]) -> str:
     fullest = min(known, key=lambda worker: (-worker.load.kv_use, worker.record.worker_id))
     texts = percents([number / total for number in (used, cached, free)])
     text = (
-        f"{texts[0]} is in use by running requests, {texts[1]} holds prefixes that later requests"
+        f"{texts[0]} is in use by open requests, {texts[1]} holds prefixes that later requests"
         f" can reuse, and {texts[2]} is free{_room(known)}."
     )
     if len(known) > 1 and fullest.load.kv_use >= _USE_TOLD_MIN:
@@ -259,30 +323,33 @@ def last_minute(
     records: Collection[RequestRecord],
     events: Iterable[ClusterEvent],
     now: float,
+    num_first: int,
     moved: Mapping[str, int] | None = None,
     rows: Iterable[WorkerRow] = (),
 ) -> str:
-    """Names the workers that were lost in the last minute, counts the requests that ended, and
-    names the other latest events, a line each."""
+    """Names the workers that were lost in the last minute, counts the requests that arrived, got
+    their first token (`num_first`) or ended, and names the other latest events, a line each."""
     outcomes = Counter(record.outcome for record in records if _ended_at(record) > now - RECENT_S)
     recent = [event for event in events if event.at > now - RECENT_S]
     by_id = {row.worker_id: row for row in rows}
     parts, explained = _lost(recent, moved or {}, by_id, _failed_at(records, now), now)
+    arrived = sum(record.created > now - RECENT_S for record in records)
     ended = sum(outcomes.values())
     failed = {name: number for name, number in outcomes.items() if name not in _WELL}
-    if ended:
-        text = f"{count(ended, 'request')} ended"
+    if arrived or num_first or ended:
+        text = f"{count(arrived, 'request')} arrived, {num_first:,} got the first token, and"
+        text += f" {ended:,} ended"
         if failed:
             why = ", ".join(f"{number} {name}" for name, number in sorted(failed.items()))
-            text += f", and {sum(failed.values())} of them failed: {why}."
+            text += f"; {sum(failed.values())} of these failed: {why}."
         else:
-            text += ", and none failed."
+            text += "; none failed."
         parts.append(text)
     told = _told([event for event in recent if event not in explained], now)
     parts += told[:_EVENTS_MAX]
     if (more := len(told) - _EVENTS_MAX) > 0:
         parts.append(f"The list of events has {more} more.")
-    return "\n".join(parts) or "Nothing: no request ended, and no worker joined or left."
+    return "\n".join(parts) or "Nothing: no request came or ended, and no worker joined or left."
 
 
 def _lost(
@@ -367,7 +434,9 @@ def _told(events: Iterable[ClusterEvent], now: float) -> list[str]:
         if len(found) > 1:
             for one, several in (("is", "are"), ("was", "were"), ("drains", "drain")):
                 sentence = sentence.replace(f"{_NAMES} {one}", f"{_NAMES} {several}")
-        sentence = sentence.replace(_NAMES, ", ".join(event.about for event in found))
+        numbers = Counter(event.about for event in found)
+        names = (f"{name}, {n} times" if n > 1 else name for name, n in numbers.items())
+        sentence = sentence.replace(_NAMES, ", ".join(names))
         end = "" if sentence.endswith((".", "?")) else "."
         newest, oldest = (f"{max(0.0, now - event.at):.0f}" for event in (found[0], found[-1]))
         when = newest if newest == oldest else f"{newest} to {oldest}"
@@ -393,46 +462,69 @@ def _sentence(event: ClusterEvent) -> str:
 
 def one_more_decode(
     known: Sequence[KnownWorker],
-    requests: Sequence[Request] = (),
+    bottleneck: Bottleneck,
     rows: Iterable[WorkerRow] = (),
-    queued_s: Mapping[str, float] | None = None,
-    now: float = 0.0,
+    itl_ms: float | None = None,
 ) -> str:
     """Predicts the effect of another decode worker, from the workers' measured decode rates and
-    from the time for which prompts waited at workers in the last minute.
+    from the bottleneck.
 
-    `queued_s` has, for each role, the seconds that the queued prompts of a worker took in the last
-    minute, on average (`History.queued_s`).
+    `itl_ms` is the median time between tokens in the last minute. If decode workers are starting,
+    the prediction is for the time when they are ready.
     """
     decode = _ready(known, "decode")
     coming = [r.worker_id for r in rows if r.pool == "decode" and r.state in _COMING]
-    back = ""
-    if coming:
-        each = "is" if len(coming) == 1 else "are"
-        back = f"{', '.join(coming)} {each} starting, which has the same effect."
+    num_then = len(decode) + max(1, len(coming))
+    back = f"{', '.join(coming)} {'is' if len(coming) == 1 else 'are'} starting" if coming else ""
     if not decode:
-        return " ".join(filter(None, ["Requests would be served.", back or "None is ready now."]))
+        return f"Requests would be served. {back or 'No decode worker is ready now'}."
+    if back:
+        back += f": the figures are for {num_then} decode workers instead of {len(decode)}."
     loads = [worker.load for worker in decode]
-    num_running = sum(load.num_running for load in loads)
-    num_waiting = sum(load.num_waiting for load in loads)
-    room = f"Room for KV in the decode pool would grow by {1 / len(decode):.0%}"
+    num_decoding = sum(load.num_decoding for load in loads)
+    num_queued = sum(worker.num_queued for worker in decode)
+    room = f"Room for KV in the decode pool would grow by {num_then / len(decode) - 1:.0%}"
     if tokens := _num_tokens(decode):
-        grown = tokens + tokens // len(decode)
-        room += f", from {tokens:,} to about {grown:,} tokens"
-    if num_running or num_waiting:
-        parts = [_steps(decode, num_running)]
+        room += f", from {tokens:,} to about {tokens * num_then // len(decode):,} tokens"
+    parts = [_on_first_tokens(bottleneck, num_then - len(decode), num_then), back]
+    if num_decoding:
+        parts.append(_steps(decode, num_decoding, num_then, itl_ms))
     else:
-        parts = ["The time between tokens would not change: no request is decoding now."]
-    if num_waiting:
-        parts.append(
-            f"{count(num_waiting, 'request')} in the queues of decode workers could start."
-        )
-    parts.append(_prompts(decode, _ready(known, "prefill"), requests, queued_s or {}, now))
-    return " ".join(filter(None, [back, *parts, f"{room}."]))
+        parts.append("The time between tokens would not change: no request is decoding now.")
+    if num_queued:
+        parts.append(f"{count(num_queued, 'request')} queued at decode workers could start.")
+    if bottleneck.role:
+        parts.append(bottleneck.evidence)
+    return " ".join(filter(None, [*parts, f"{room}."]))
 
 
-def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
-    """Says how much shorter a decode step would be with one more decode worker."""
+def _on_first_tokens(bottleneck: Bottleneck, num_new: int, num_then: int) -> str:
+    """Says whether first tokens would come sooner; "" if it is not known."""
+    new = "the new worker" if num_new == 1 else "the new workers"
+    match bottleneck.role:
+        case "prefill":
+            return (
+                "Little for first tokens: the bottleneck is prefill, and one more prefill worker"
+                " would help more."
+            )
+        case "decode":
+            return (
+                f"First tokens would come sooner: the bottleneck is decode, and {new} would take"
+                f" over {num_new / num_then:.0%} of the decode workers' prompts."
+            )
+        case _:
+            return f"Little for first tokens: {bottleneck.evidence}" if bottleneck.evidence else ""
+
+
+def _steps(
+    decode: Sequence[KnownWorker], num_decoding: int, num_then: int, itl_ms: float | None
+) -> str:
+    """Says how much shorter a decode step would be with `num_then` decode workers.
+
+    The step times are predicted for the requests that decode now. The measured time between tokens
+    is that of the last minute and has more than decode steps in it, so only the ratio of the
+    predictions is applied to it.
+    """
     rates = [
         worker.record.rates.decode
         for worker in decode
@@ -440,40 +532,38 @@ def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
     ]
     if not rates:
         return "The effect on speed is not known yet: no decode worker has measured its steps."
-    each_now = num_running / len(decode)
-    each_then = num_running / (len(decode) + 1)
-    now_ms = _step_ms(rates, each_now)
-    then_ms = _step_ms(rates, each_then)
-    if now_ms - then_ms < _DIFFERENCE_MIN * now_ms:
-        return (
-            "The time between tokens would hardly change: a decode step, which is a part of it, "
-            f"would still take {took(then_ms)}."
-        )
-    return (
-        f"A decode step, which is a part of the time between tokens, would take {took(then_ms)}"
-        f" instead of {took(now_ms)}, because each worker would run {each_then:.1f} requests"
-        f" instead of {each_now:.1f}, if the new worker has processor cores or a GPU of its own."
-    )
+    each_now = num_decoding / len(decode)
+    each_then = num_decoding / num_then
+    ratio = _step_s(rates, each_then) / _step_s(rates, each_now)
+    fewer = f"{each_then:.1f} decoding requests at each decode worker instead of {each_now:.1f}"
+    if ratio > 1 - _DIFFERENCE_MIN:
+        return f"The time between tokens would hardly change, with {fewer}."
+    text = f"A decode step would be about {1 - ratio:.0%} shorter, with {fewer},"
+    text += " if the new worker has processor cores or a GPU of its own."
+    if itl_ms is not None:
+        text += f" The {format_ms(itl_ms)} between tokens, the last minute's median, would be"
+        text += f" {format_ms(ratio * itl_ms)} at best."
+    return text
 
 
-def _step_ms(rates: Sequence[DecodeRate], num_sequences: float) -> float:
-    return 1000 * statistics.mean(r.step_s + r.sequence_s * max(1.0, num_sequences) for r in rates)
+def _step_s(rates: Sequence[DecodeRate], num_sequences: float) -> float:
+    return statistics.mean(r.step_s + r.sequence_s * max(1.0, num_sequences) for r in rates)
 
 
-def _prompts(
-    decode: Sequence[KnownWorker],
-    prefill: Sequence[KnownWorker],
+def bottleneck_of(
+    known: Sequence[KnownWorker],
     requests: Sequence[Request],
     queued_s: Mapping[str, float],
     now: float,
-) -> str:
-    """Says where prompts waited, and whether a decode worker or a prefill worker would help more.
+) -> Bottleneck:
+    """Says for which workers prompts wait.
 
-    Decode workers compute prompts, too, if that is faster than to wait for a prefill worker. All
-    figures are of the last minute: queues grow and shrink within seconds, and so would the answer.
+    Decode workers compute prompts, too, if that is faster than to wait for a prefill worker.
+    `queued_s` has, for each role, the seconds that the queued prompts of a worker took in the last
+    minute, on average (`History.queued_s`).
     """
     waits_s: dict[str, list[float]] = {"prefill": [], "decode": []}
-    roles = {worker.record.worker_id: worker.record.role for worker in (*prefill, *decode)}
+    roles = {w.record.worker_id: role for role in waits_s for w in _ready(known, role)}
     for request in requests:
         if _is_recent(request, now) and (role := roles.get(waited_at(request))):
             waits_s[role].append(request["stages_ms"].get("queue", 0.0) / 1000)
@@ -481,32 +571,26 @@ def _prompts(
     all_s = [*waits_s["prefill"], *waits_s["decode"]]
     mean_s = statistics.mean(all_s) if all_s else 0.0
     if max(of_prefill, of_decode) >= _QUEUE_LONG_S:
-        text = f"In the last minute, the queued prompts took {of_prefill:.1f} s at each prefill"
-        text += f" worker and {of_decode:.1f} s at each decode worker, on average."
-        is_prefill = of_prefill >= of_decode
-    elif mean_s >= _QUEUE_LONG_S:
+        return Bottleneck(
+            "prefill" if of_prefill >= of_decode else "decode",
+            f"A new prompt waits behind others: by the workers' estimates, for {of_prefill:.1f} s"
+            f" at a prefill worker, or {of_decode:.1f} s at a decode worker that computes it itself"
+            " (means of the last minute).",
+        )
+    if mean_s >= _QUEUE_LONG_S:
         each = {role: statistics.mean(found) if found else 0.0 for role, found in waits_s.items()}
-        text = f"In the last minute, a prompt waited {each['prefill']:.1f} s for a prefill worker"
-        text += (
-            f" or {each['decode']:.1f} s for a decode worker; decode workers also compute prompts."
+        return Bottleneck(
+            "prefill" if sum(waits_s["prefill"]) >= sum(waits_s["decode"]) else "decode",
+            f"In the last minute, a prompt that a prefill worker computed waited"
+            f" {each['prefill']:.1f} s, on average, and one that a decode worker computed itself"
+            f" {each['decode']:.1f} s.",
         )
-        is_prefill = sum(waits_s["prefill"]) >= sum(waits_s["decode"])
-    elif all_s:
-        return (
-            "The time to first token would hardly change: in the last minute, a prompt waited only"
-            f" {took(1000 * mean_s)} for its worker, on average."
-        )
-    else:
-        return ""
-    if is_prefill:
-        return (
-            f"{text} The bottleneck is prefill: a prefill worker would help more than a decode "
-            "worker."
-        )
-    share = 1 / (len(decode) + 1)
-    return (
-        f"{text} The bottleneck is decode: one more decode worker would take over {share:.0%} "
-        "of the decode workers' prompts."
+    if not all_s:
+        return Bottleneck("")
+    return Bottleneck(
+        "",
+        f"in the last minute, a prompt waited only {format_ms(1000 * mean_s)} for its worker, on"
+        " average.",
     )
 
 

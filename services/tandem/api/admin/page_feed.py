@@ -250,7 +250,8 @@ class PageFeed:
         """Adds a sample of the cluster's load at `now` (seconds since the epoch) to the history."""
         view = self._view
         rows = worker_rows(view.seen(), view.gone, self._pools, now, view.loading)
-        self._history.take(now, sums_of(serving_of(rows, view.known())))
+        num_in_router = self._generator.requests.num_in_router()
+        self._history.take(now, sums_of(serving_of(rows, view.known()), num_in_router))
         if not self._viewers:
             self._metrics.flows.take()  # No page shows the collected flows, so they are discarded.
 
@@ -260,7 +261,7 @@ class PageFeed:
             await asyncio.sleep(STEP_S)
             self.sample(time.time())
             with contextlib.suppress(*UNREACHABLE):
-                traffic = self._history.traffic()
+                traffic = self._history.traffic(self._generator.requests.num_in_router())
                 await write_traffic(redis, cluster.cluster_id, self.config.router_id, traffic)
 
     async def _read_events_loop(self) -> None:

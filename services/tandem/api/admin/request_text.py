@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tandem.common.units import format_ms
 from tandem.router.metrics.timeline import STAGES, TTFT_STAGES, TtftStage
 
 # A prompt counts as computed during another request's stage (queue or prefill) if its prefill
@@ -17,13 +18,6 @@ _OVERLAP_MIN = 0.1
 
 Request = Mapping[str, Any]
 _Span = tuple[float, float]  # begin and end, in milliseconds since the epoch
-
-
-def took(ms: float) -> str:
-    """Returns a duration such as `1.9 s`, `85 ms` or `0.4 ms`."""
-    if ms < 10:
-        return f"{ms:.1f} ms"
-    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
 
 
 def count(number: int, noun: str) -> str:
@@ -87,8 +81,10 @@ def prefill_choice(request: Request) -> str:
     if not (local_ms and remote_ms and request["first_decode_worker"]):
         return ""
     decode, prefill = request["first_decode_worker"], request["prefill_worker"]
-    here = f"{took(local_ms)} at {decode} with the delay of its running requests"
-    there = f"{took(remote_ms)} at {prefill or 'the best prefill worker'} with the pull of its KV"
+    here = f"{format_ms(local_ms)} at {decode} with the delay of its running requests"
+    there = (
+        f"{format_ms(remote_ms)} at {prefill or 'the best prefill worker'} with the pull of its KV"
+    )
     both = f"{there}, and {here}" if prefill else f"{here}, and {there}"
     return f"{prefill or decode} computed the prompt: the prediction was {both}."
 
@@ -104,16 +100,16 @@ def longest_stage(request: Request, others: Iterable[Request]) -> str:
     if not known:
         return ""
     name = max(known, key=stages.__getitem__)
-    return f"{took(stages[name])} {_in_words(name, request, others)}"
+    return f"{format_ms(stages[name])} {_in_words(name, request, others)}"
 
 
 def longest_name(stages_ms: Mapping[TtftStage, float]) -> str:
-    """Describes the longest of the stages before the first token, such as "computing prompts"."""
+    """Describes the longest of the stages before the first token, such as "choosing workers"."""
     names = {
         "tokenize": "tokenizing prompts",
         "route": "choosing workers",
         "queue": "waiting in queues",
-        "prefill": "computing prompts",
+        "prefill": "prefill (computing prompts, and waiting behind other prompts)",
         "wire": "sending messages between processes",
         "retry": "starting again after a worker was lost or full",
     }
@@ -188,11 +184,14 @@ def _computing(request: Request, others: Iterable[Request], worker: str) -> str:
     all_tokens = request["usage"]["prompt_tokens"]
     tokens = _computed_tokens(request)
     what = f"{tokens:,} of {all_tokens:,}" if tokens < all_tokens else f"{tokens:,}"
-    beside = len(_computed_during(_span(request, "prefill"), request, others))
-    together = f", beside {count(beside, 'other prompt')}" if beside else ""
-    if tokens := request["tokens_ahead"]:
-        together += f", and after {count(tokens, 'token')} of earlier prompts"
-    return f"computing {what} prompt tokens on {worker}{together}"
+    itself = "" if request["prefill_worker"] else " itself, without a prefill worker"
+    among = []
+    if tokens_ahead := request["tokens_ahead"]:
+        among.append(f"behind {count(tokens_ahead, 'token')} of earlier prompts")
+    if beside := len(_computed_during(_span(request, "prefill"), request, others)):
+        among.append(f"beside {count(beside, 'other prompt')}")
+    place = f", {' and '.join(among)}" if among else ""
+    return f"in prefill on {worker}, which computed {what} prompt tokens{itself}{place}"
 
 
 def _computed_tokens(request: Request) -> int:

@@ -20,20 +20,21 @@ A snapshot contains no prompt, no generated text and no API key.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from tandem.api.admin.answers import Service, answers_of, slowest_of, verdict
+from tandem.api.admin.answers import Service, answers_of, slowest_of, verdict, waiting_of
 from tandem.api.admin.request_text import Request, longest_stage, prefill_choice
 from tandem.common.config.router import RouterConfig
 from tandem.net.store.cluster_event import ClusterEvent
-from tandem.router.metrics.history import num_waiting, sums_of
+from tandem.router.metrics.history import WorkerSums, sums_of
 from tandem.router.metrics.latencies import Latency
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
 from tandem.router.request.log import REQUESTS_MAX as REMEMBERED_MAX
+from tandem.router.request.log import RUNNING, RequestRecord
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import WorkerRow, effect_of, headline, problems_of, worker_rows
@@ -44,7 +45,7 @@ _PAIRS_MAX = 64  # A worker's row lists the transports to at most this number of
 _MEMORY_LOW_SHARE = 0.05
 _NEW = ("loading", "restarting")  # in these states, the record is that of the previous process
 WORKER_COLUMNS = (
-    *("pool", "role", "state", "note", "running", "waiting", "leases", "pulls"),
+    *("pool", "role", "state", "note", "decoding", "in_prefill", "queued", "leases"),
     "queued_tokens",  # number of prompt tokens that wait to be computed, or are being computed
     *("kv_used_percent", "kv_cached_percent", "transports", "address", "host", "memory_is_low"),
     # for each KV cache tier: its name, the number of blocks held, the number of blocks in total
@@ -92,9 +93,25 @@ def take_snapshot(
     effect = effect_of(reason=reason, num_moved=view.events.num_moved, pools=pools)
     slo = config.autoscale
     first, following = metrics.first_tokens.last_minute(), metrics.next_tokens.last_minute()
-    service = Service(first, following, slo.ttft_s, slo.itl_s)
+    known = {worker.record.worker_id: worker for worker in view.known()}
+    serving = serving_of(rows, known.values())
+    sums = sums_of(serving, generator.requests.num_in_router())
+    load = _load(sums)
+    records = generator.requests.latest(REMEMBERED_MAX)
+    requests = [record.as_dict() for record in records[:REQUESTS_MAX]]
+    older = slowest_of(records[REQUESTS_MAX:], now)
+    told = [*requests, older.as_dict()] if older else requests
+    num_waiting = sums.num_in_prefill + sums.num_queued
+    waiting = waiting_of(
+        records, now, num_waiting, ttft_target_s=slo.ttft_s, ttft_token_s=slo.ttft_token_s
+    )
+    service = Service(first, following, slo.ttft_s, slo.itl_s, waiting)
+    moved = view.events.moved_off()
+    answers, bottleneck = answers_of(
+        serving, rows, told, records, events, service, moved, queued_s, now
+    )
     is_well = not problems and view.redis_state == "ok"
-    lead = verdict(rows, service, is_well=is_well)
+    lead = verdict(rows, service, bottleneck, is_well=is_well)
     line = headline(problems, pools, rows, effect)
     head = {
         "headline": lead if lead and is_well else f"{lead} {line}".strip(),
@@ -122,32 +139,18 @@ def take_snapshot(
             "decisions": [{"pool": d.role, "size": d.to, "why": d.line} for d in view.decisions],
         },
     }
-    known = {worker.record.worker_id: worker for worker in view.known()}
-    serving = serving_of(rows, known.values())
-    load = _load(serving, metrics)
-    records = generator.requests.latest(REMEMBERED_MAX)
-    requests = [record.as_dict() for record in records[:REQUESTS_MAX]]
-    older = slowest_of(records[REQUESTS_MAX:], now)
-    told = [*requests, older.as_dict()] if older else requests
     return Snapshot(
         head,
         {
             row.worker_id: _row(row, None if row.state in _NEW else known.get(row.worker_id))
             for row in rows
         },
-        {request["id"]: _request(request, requests) for request in requests},
+        {
+            record.request_id: _request(request, requests, _phase(record))
+            for record, request in zip(records, requests, strict=False)
+        },
         events,
-        answers_of(
-            serving,
-            rows,
-            told,
-            records,
-            events,
-            service,
-            view.events.moved_off(),
-            queued_s,
-            now,
-        ),
+        answers,
         load | _latencies(first, following),
         load | _latencies(metrics.first_tokens.open_step(), metrics.next_tokens.open_step()),
     )
@@ -196,12 +199,12 @@ def _pool(name: str, state: Mapping[str, Any], rows: Iterable[WorkerRow]) -> dic
     }
 
 
-def _load(serving: Sequence[KnownWorker], metrics: Metrics) -> dict[str, float | None]:
-    sums = sums_of(serving)
+def _load(sums: WorkerSums) -> dict[str, float | None]:
     total = sums.blocks_total
     return {
-        "running": sums.num_running,
-        "waiting": num_waiting(metrics, sums),
+        "decoding": sums.num_decoding,
+        "in_prefill": sums.num_in_prefill,
+        "queued": sums.num_queued,
         "kv_used_share": round(sums.blocks_used / total, 4) if total else None,
         "kv_cached_share": round(sums.blocks_cached / total, 4) if total else None,
     }
@@ -226,7 +229,7 @@ def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
     is_low = record.memory_free_bytes < _MEMORY_LOW_SHARE * record.memory_total_bytes
     return (
         *(row.pool, record.role, row.state, row.note),
-        *(load.num_running, load.num_waiting, load.num_leases, load.num_pulls),
+        *(load.num_decoding, load.num_in_prefill, worker.num_queued, load.num_leases),
         load.queued_tokens,
         *(round(100 * load.kv_use), round(cached)),
         _transports(rate.transport for rate in record.pairs.values()),
@@ -241,10 +244,15 @@ def _transports(transports: Iterable[str]) -> str:
     return ", ".join(found)
 
 
-def _request(request: Request, latest: list[dict[str, Any]]) -> dict[str, Any]:
+def _phase(record: RequestRecord) -> str:
+    return record.phase if record.outcome == RUNNING else ""
+
+
+def _request(request: Request, latest: list[dict[str, Any]], phase: str) -> dict[str, Any]:
     usage = request["usage"]
     return {
         **{name: request[name] for name in (*_REQUEST_FIELDS, *_OUTCOME_FIELDS)},
+        "phase": phase,
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["cached_tokens"],
         "completion_tokens": usage["completion_tokens"],

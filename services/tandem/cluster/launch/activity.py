@@ -17,6 +17,7 @@ import msgspec
 from rich.markup import escape
 
 from tandem.common.printable import printable
+from tandem.common.worker_load import WorkerLoad
 from tandem.net.store.client import UNREACHABLE, UNREADABLE, SyncClient, connect_blocking
 from tandem.net.store.cluster_event import ClusterEvent, events_key
 from tandem.net.store.registry import WorkerRecord
@@ -171,18 +172,20 @@ def traffic_line(
     router's counts fell, the router was restarted, and its counts in `now` are the differences.
     """
     changes = [_since(before[name], counts) for name, counts in now.items() if name in before]
-    running = sum(counts.num_running for counts in now.values())
-    waiting = sum(counts.num_waiting for counts in now.values())
+    loads = [record.load for record in records if record.role == "decode"]
+    decoding = sum(load.num_decoding for load in loads)
+    others = sum(load.num_in_prefill + load.num_waiting for load in loads)
+    others += sum(counts.num_in_router for counts in now.values())
     ended = sum(counts.num_requests for counts in changes)
-    if not (running or waiting or ended):
+    if not (decoding or others or ended):
         return ""
     prompt = sum(counts.prompt_tokens for counts in changes)
     cached = sum(counts.cached_tokens for counts in changes)
     output = sum(counts.output_tokens for counts in changes)
     parts = [
-        f"requests: {ended} finished, {running} running, {waiting} waiting",
+        f"requests: {ended} finished, {decoding} decoding, {others} in prefill or queued",
         f"tokens/s: {prompt / seconds:,.0f} in, {output / seconds:,.0f} out",
-        f"KV {_kv_use(records):.0%} used",
+        f"KV {_kv_use(loads):.0%} used",
     ]
     if prompt:
         parts.append(f"{cached / prompt:.0%} of the prompts cached")
@@ -200,9 +203,8 @@ def _since(before: Traffic, now: Traffic) -> Traffic:
     )
 
 
-def _kv_use(records: Collection[WorkerRecord]) -> float:
-    """Returns the used share of the decode workers' KV pools, 0 to 1."""
-    loads = [record.load for record in records if record.role == "decode"]
+def _kv_use(loads: Collection[WorkerLoad]) -> float:
+    """Returns the used share of the workers' KV pools, 0 to 1."""
     total = sum(load.blocks_total for load in loads)
     return sum(load.blocks_used for load in loads) / total if total else 0.0
 

@@ -18,7 +18,7 @@ from tandem.common.options import (
     Seconds,
 )
 
-Transport = Literal["auto", "nixl", "grpc"]
+Transport = Literal["auto", "cuda_ipc", "nixl", "grpc"]
 NixlTcp = Literal["off", "insecure"]
 PrefillAt = Literal["auto", "remote", "local"]
 VerifyBlocks = Literal["off", "sample", "all"]
@@ -31,7 +31,8 @@ class TransferConfig(Options):
     prefills, limits and deadlines."""
 
     transport: Transport = "auto"
-    """Transport of KV blocks. auto: the fastest one that works between two workers."""
+    """Transport of KV blocks. auto: the fastest one that works between two workers. cuda_ipc: only
+    between GPUs of one machine."""
     nixl_tcp: NixlTcp = "off"
     """off: NIXL uses only shared memory and RDMA. insecure: NIXL may use TCP, and anyone who
     reaches NIXL's port can then write to the worker's memory."""
@@ -64,7 +65,7 @@ class TransferConfig(Options):
     heartbeat_interval_s: Constant[float] = 0.5
     release_deadline_s: Constant[float] = 5.0
     # Largest number of quarantined blocks. A block is quarantined while an unfinished pull may
-    # still write to it. With more of them, no pull starts until the NIXL agent is replaced.
+    # still write to it. With more of them, no pull starts until the agent is replaced.
     quarantine_blocks_max: Constant[int] = 256
     # Largest number of open leases of one producer. The producer refuses further leases.
     leases_max: Constant[int] = 256

@@ -61,7 +61,7 @@ _PULLS_KNOWN = 3
 class PairRate(msgspec.Struct, frozen=True):
     """The speed of pulls from one worker to another over one transport."""
 
-    transport: str  # "nixl" or "grpc"
+    transport: str  # "cuda_ipc", "nixl" or "grpc"
     latency_s: float  # duration of the smallest pull
     bytes_per_s: float
     reason: str = ""  # why a faster transport is not used; empty if this is the fastest one
@@ -133,7 +133,11 @@ class WorkerRates(msgspec.Struct, frozen=True):
 DEFAULT_PREFILL = PrefillRate()
 DEFAULT_DECODE = DecodeRate()
 # Cautious defaults for a pair of workers whose pulls were not measured yet.
-DEFAULT_PAIRS = {"nixl": PairRate("nixl", 2e-3, 1e9), "grpc": PairRate("grpc", 4e-3, 3e8)}
+DEFAULT_PAIRS = {
+    "cuda_ipc": PairRate("cuda_ipc", 1e-3, 2e10),
+    "nixl": PairRate("nixl", 2e-3, 1e9),
+    "grpc": PairRate("grpc", 4e-3, 3e8),
+}
 
 
 def default_pair(transport: str) -> PairRate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -88,6 +89,8 @@ def main() -> int:
     if os.getppid() != parent_pid:
         return 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    # Like all processes of a worker, writes the stacks of its threads instead of being killed.
+    faulthandler.register(signal.SIGUSR2)
     logging.basicConfig(level=logging.ERROR)  # rank 0 logs what all ranks would say
     pipe: Connection[Any, Any] = Connection(pipe_fd)
     try:

@@ -192,7 +192,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
 
     @property
     def transports(self) -> dict[str, str]:
-        """Worker id of a peer -> transport of pulls from the peer, "nixl" or "grpc"."""
+        """Worker id of a peer -> transport of pulls from the peer: "cuda_ipc", "nixl" or "grpc"."""
         return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 

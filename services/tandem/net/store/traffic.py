@@ -17,15 +17,14 @@ _TTL_MS = 30_000
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Counts of one router. `num_running` and `num_waiting` are the current numbers of requests at
+    """Counts of one router. `num_in_router` is the number of open requests that no worker has at
     the time of the write. All other counts only grow, from 0 at the router's start."""
 
     num_requests: int = 0  # number of requests that ended
     prompt_tokens: int = 0
     cached_tokens: int = 0  # number of prompt tokens whose KV was cached
     output_tokens: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
+    num_in_router: int = 0
 
 
 async def write_traffic(redis: Client, cluster_id: str, router_id: str, traffic: Traffic) -> None:

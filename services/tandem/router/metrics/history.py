@@ -34,8 +34,7 @@ _TIERS = (*_KV_TIERS, "peer")
 COLUMNS = (
     "at",  # time of the sample, in seconds since 1970
     *("requests_per_s", "errors_per_s", "cancelled_per_s"),
-    # Running sequences, and waiting requests (`num_waiting`)
-    *("running", "waiting"),
+    *("decoding", "in_prefill", "queued"),  # as in `WorkerSums`
     *("ttft_p50_ms", "ttft_max_ms", "itl_p50_ms", "itl_p95_ms", "tokens_per_s"),
     *("cached_share", "cached_device_per_s", *(f"cached_{tier}_per_s" for tier in _TIERS)),
     *("kv_used_share", "kv_cached_share", *(f"kv_{tier}_share" for tier in _KV_TIERS)),
@@ -46,13 +45,17 @@ Sample = tuple[float | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSums:
-    """Counts of blocks, sequences, pulls and leases, summed over all workers."""
+    """Counts of blocks, pulls and leases, summed over all workers, and of open requests.
+
+    An open request is in one of three numbers. A completion counts as a request of its own.
+    """
 
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
-    num_running: int = 0
-    num_waiting: int = 0  # number of sequences in the workers' queues
+    num_decoding: int = 0
+    num_in_prefill: int = 0  # its prompt is being computed, or the KV of its prompt is on its way
+    num_queued: int = 0  # in this router, or in the queue of a decode worker
     num_pulls: int = 0  # number of sequences that await the KV of their prompt
     num_leases: int = 0
     # name of a KV tier -> used fraction of the tier's capacity, 0 to 1
@@ -61,10 +64,12 @@ class WorkerSums:
     queued_s: Mapping[str, float] = field(default_factory=dict)
 
 
-def sums_of(workers: Iterable[KnownWorker]) -> WorkerSums:
-    """Adds up the loads of the workers."""
+def sums_of(workers: Iterable[KnownWorker], num_in_router: int) -> WorkerSums:
+    """Adds up the loads of the workers. `num_in_router` is `RequestLog.num_in_router`."""
     workers = list(workers)
     loads = [worker.load for worker in workers]
+    # The prompts at a prefill worker belong to requests that a decode worker counts.
+    decode = [worker for worker in workers if worker.record.role == "decode"]
     queued_s: dict[str, list[float]] = {}
     for worker, load in zip(workers, loads, strict=True):
         queued_s.setdefault(worker.record.role, []).append(load.queue_s(worker.record.rates))
@@ -72,22 +77,14 @@ def sums_of(workers: Iterable[KnownWorker]) -> WorkerSums:
         blocks_total=sum(load.blocks_total for load in loads),
         blocks_used=sum(load.blocks_used for load in loads),
         blocks_cached=sum(load.blocks_cached for load in loads),
-        num_running=sum(load.num_running for load in loads),
-        num_waiting=sum(load.num_waiting for load in loads),
+        num_decoding=sum(worker.load.num_decoding for worker in decode),
+        num_in_prefill=sum(worker.load.num_in_prefill for worker in decode),
+        num_queued=sum(worker.num_queued for worker in decode) + num_in_router,
         num_pulls=sum(load.num_pulls for load in loads),
         num_leases=sum(load.num_leases for load in loads),
         held_shares=held_shares(worker.record.tiers for worker in workers),
         queued_s={role: fmean(found) for role, found in queued_s.items()},
     )
-
-
-def num_waiting(metrics: Any, sums: WorkerSums) -> float:
-    """Returns how many requests wait: the router holds them, or they are in a worker's queue.
-
-    A sequence that awaits the KV of its prompt at a decode worker does not count: while its prompt
-    is in the queue of a prefill worker, it would count twice, and later its prompt is computed.
-    """
-    return _total(metrics.requests_pending) + sums.num_waiting
 
 
 class History:
@@ -111,17 +108,16 @@ class History:
         self._before_at = now
         self.num_taken += 1
 
-    def traffic(self) -> Traffic:
-        """Returns the router's totals since its start, as of the last sample, and the current
-        numbers of running and waiting requests."""
+    def traffic(self, num_in_router: int) -> Traffic:
+        """Returns the router's totals since its start, as of the last sample, with the current
+        `RequestLog.num_in_router`."""
         read = self._before
         return Traffic(
             num_requests=round(sum(read.outcomes.values())),
             prompt_tokens=round(read.prompt),
             cached_tokens=round(read.cached),
             output_tokens=round(read.tokens),
-            num_running=round(_total(self._metrics.requests_running)),
-            num_waiting=round(_total(self._metrics.requests_pending)),
+            num_in_router=num_in_router,
         )
 
     def queued_s(self) -> dict[str, float]:
@@ -172,8 +168,7 @@ class History:
             rate(lambda r: sum(r.outcomes.values())),
             rate(lambda r: sum(n for o, n in r.outcomes.items() if o not in _NO_ERRORS)),
             rate(lambda r: r.outcomes.get("cancelled", 0.0)),
-            sums.num_running,
-            num_waiting(self._metrics, sums),
+            *(sums.num_decoding, sums.num_in_prefill, sums.num_queued),
             *(first.median_ms, first.max_ms, following.median_ms, following.p95_ms),
             rate(lambda r: r.tokens),
             round((read.cached - before.cached) / prompt, 4) if prompt > 0 else None,

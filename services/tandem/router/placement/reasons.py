@@ -9,7 +9,8 @@ load               no worker has any of the prompt cached
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from tandem.router.placement.choose import Placement
+from tandem.common.units import format_ms
+from tandem.router.placement.choose import NEAR_BEST_S, Placement
 from tandem.router.placement.costs import Work, cached_tokens
 
 Reason = Literal["prefix", "load_over_prefix", "load"]
@@ -44,22 +45,33 @@ def sentence_of(kind: Reason, placement: Placement) -> str:
     all_reused = placement.num_tokens - placement.tokens_missing
     holder = decode if reused >= all_reused else placement.prefill_worker
     load = decode.load
-    requests = "request" if load.num_running == 1 else "requests"
-    busy = f"{load.num_running} {requests} running and {load.num_waiting} waiting"
+    busy = (
+        f"{load.num_decoding} decoding, {load.num_in_prefill} in prefill"
+        f" and {load.num_waiting} queued"
+    )
     # The cost has the pull or the computation of the prompt, whichever is sooner. If a prefill
     # worker computes it, the time there comes on top.
     apart = ", without the time at a prefill worker," if placement.prefill_candidates else ""
-    delay = f"predicted delay{apart} was {placement.priced.cost_s * 1000:.0f} ms, with {busy}"
-    whose = "Its" if kind == "prefix" and holder is decode else f"{decode.worker_id}'s"
+    delay = f"predicted delay{apart} was {format_ms(1000 * placement.priced.cost_s)}, with {busy}"
+    other = placement.runner_up
+    is_holder = kind == "prefix" and holder is decode
+    # the next best worker, if it holds as much of the prompt
+    tied = other if is_holder and other and other.reused.num_tokens >= all_reused else None
+    whose = "Its" if is_holder and not tied else f"{decode.worker_id}'s"
     rest = f"{decode.worker_id} was the only decode worker to choose from."
-    if other := placement.runner_up:
+    if other:
         rest = (
             f"{whose} {delay}. Next best was {other.worker.worker_id}:"
-            f" {other.cost_s * 1000:.0f} ms, with {other.reused.num_tokens:,} tokens held."
+            f" {format_ms(1000 * other.cost_s)}, with {other.reused.num_tokens:,} tokens held."
         )
     match kind:
         case "prefix":
             held = f"{all_reused:,} of the {placement.num_tokens:,} prompt tokens in whole blocks"
+            if tied:
+                both = f"{decode.worker_id} and {tied.worker.worker_id} already held {held} each"
+                if tied.cost_s > placement.priced.cost_s + NEAR_BEST_S:
+                    return f"{both}, so the shorter predicted delay decided. {rest}"
+                return f"{both}, and their predicted delays are about the same. {rest}"
             return f"{holder.worker_id} already held {held}, and no worker held more. {rest}"
         case "load_over_prefix":
             return f"A worker that held more of the prompt was too busy. {rest}"

@@ -10,18 +10,25 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from tandem.errors import RequestNotFound, TandemError
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.delta import Usage
-from tandem.router.request.job import Job
+from tandem.router.request.job import Job, JobState
 
 log = logging.getLogger(__name__)
 
 REQUESTS_MAX = 4096
 RUNNING = "running"
+# Where an open request is:
+#   router    no worker has it: the router tokenizes its prompt or chooses its workers
+#   queued    no worker has it: it waits in the router for its turn or for a usable decode worker
+#   prefill   a decode worker has it and has sent no token: it is in prefill or in that queue
+#   moved     as `prefill`, after another worker has sent tokens
+#   decoding  it gets tokens from its decode worker
+Phase = Literal["router", "queued", "prefill", "moved", "decoding"]
 _REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 
@@ -72,6 +79,18 @@ class RequestRecord:
             self.e2e_s,
             extra={"request_id": self.request_id, "request": self.as_dict},
         )
+
+    @property
+    def phase(self) -> Phase:
+        """Where this open request is. Of several completions, the one that is furthest counts."""
+        phases = {_phase_of(job) for job in self.jobs}
+        order: tuple[Phase, ...] = ("decoding", "moved", "prefill", "queued")
+        return next((phase for phase in order if phase in phases), "router")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of prompt tokens of an open request; 0 until they are known."""
+        return len(self.jobs[0].request.token_ids) if self.jobs else 0
 
     def as_dict(self) -> dict[str, Any]:
         timeline = self.timeline
@@ -167,6 +186,11 @@ class RequestLog:
         """Returns the latest requests, newest first."""
         return list(islice(reversed(self._records.values()), num_max))
 
+    def num_in_router(self) -> int:
+        """Returns the number of open requests that no worker has."""
+        running = [record for record in self._records.values() if record.outcome == RUNNING]
+        return sum(record.phase in ("router", "queued") for record in running)
+
     def find(self, name: str, tenant: str | None = None) -> RequestRecord:
         """Finds a request by its id, by the id of its reply (`cmpl-...`) or by the client's own id.
 
@@ -203,6 +227,21 @@ class RequestLog:
             if (id_.startswith(f"{request_id}-") or (name and record.client_id == name))
             and tenant in (None, record.tenant)
         ]
+
+
+def _phase_of(job: Job) -> Phase:
+    attempts = job.progress.attempts
+    match job.state:
+        case JobState.MIGRATING if attempts:  # the draining worker still sends tokens
+            return "decoding"
+        case JobState.SUBMITTED if job.routing.num_submissions in attempts:
+            return "decoding"
+        case JobState.SUBMITTED | JobState.MIGRATING:
+            return "moved" if attempts else "prefill"
+        case JobState.WAITING | JobState.PENDING:
+            return "queued"
+        case _:
+            return "router"
 
 
 def _request_id(name: str) -> str:

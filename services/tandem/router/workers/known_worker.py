@@ -48,6 +48,13 @@ class KnownWorker:
         )
 
     @property
+    def num_queued(self) -> int:
+        """Number of sequences in the worker's queue, with those that this router has sent and that
+        the reported load does not include yet."""
+        num_unreported = len(self.client.unreported) if self.client is not None else 0
+        return self.load.num_waiting + num_unreported
+
+    @property
     def clock_ahead_s(self) -> float:
         """The worker's clock minus this router's clock, in seconds.
 
@@ -137,7 +144,7 @@ class KnownWorker:
             queued_s = max(0.0, queued_s - done.seconds(rates)) + sent.seconds(rates)
         return msgspec.structs.replace(
             load,
-            num_waiting=load.num_waiting + len(unreported),
+            num_waiting=self.num_queued,
             queued_tokens=max(0, load.queued_tokens - done.num_tokens) + sent.num_tokens,
             queued_s=queued_s,
             num_leases=load.num_leases + len(self._sent),

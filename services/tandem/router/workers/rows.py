@@ -17,6 +17,7 @@ from tandem.router.workers.loading import LoadingNow
 from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
 
 _PROBLEMS_MAX = 2  # largest number of problems named in the headline
+_NAMES_MAX = 3  # largest number of workers named in a remedy
 
 RowState = (
     Literal["ready", "starting", "loading", "draining", "restarting", "silent", "hung"]
@@ -26,14 +27,17 @@ _IS_WELL = {"ready", "draining"}  # draining is no problem, because an operator 
 # If a loading worker reads no weights for 8 s, the worker's row says so. After 30 s, the worker has
 # the trouble "stalled". A short pause is normal, because the worker also imports Python modules.
 _STALLS_S, _STALLED_S = 8.0, 30.0
-_STARTS = "Nothing has to be done: the worker is started again."
-# What an operator can do about a worker's problem. NAME stands for the worker's id.
+_WAIT = "Nothing has to be done about NAMES: "
+_WAITS = f"{_WAIT}a worker takes requests when its model is loaded."
+# What an operator can do about a worker's problem. NAME stands for the worker's id, and NAMES for
+# all workers with the problem.
 _REMEDIES = {
-    "starting": _STARTS,
-    "loading": "Nothing has to be done: the worker takes requests when its model is loaded.",
-    "restarting": f"{_STARTS} `tandem logs NAME` shows why its process ended.",
+    "starting": _WAITS,
+    "loading": _WAITS,
+    "restarting": f"{_WAIT}a worker restarts by itself. `tandem logs NAME` shows why its process "
+    "ended.",
     "silent": "Look at `tandem logs NAME`, at the worker's host and at the host's network.",
-    "hung": "Nothing has to be done: a worker whose engine hangs ends itself and is restarted.",
+    "hung": f"{_WAIT}a worker whose engine hangs ends itself and is restarted.",
     "not connected": "If this persists, check the network between the router and the worker.",
     "incompatible": "Start the worker again with the router's model.",
     "failed": "`tandem logs NAME` shows the whole error.",
@@ -231,12 +235,16 @@ def effect_of(*, reason: str, num_moved: int, pools: Mapping[str, Mapping[str, A
 def remedy_of(rows: Iterable[WorkerRow]) -> str:
     """Returns a sentence that says what to do about the first faulty worker; "" if none is
     faulty."""
-    for row in rows:
-        if not row.is_well and row.state != "stopped":
-            if "SIGSTOP" in row.note:
-                return "Continue the stopped process with `kill -CONT` and its process id."
-            return _REMEDIES.get(row.problem, "").replace("NAME", row.worker_id)
-    return ""
+    faulty = [row for row in rows if not row.is_well and row.state != "stopped"]
+    if not faulty:
+        return ""
+    first = faulty[0]
+    if "SIGSTOP" in first.note:
+        return "Continue the stopped process with `kill -CONT` and its process id."
+    same = [row.worker_id for row in faulty if row.problem == first.problem]
+    names = ", ".join(same) if len(same) <= _NAMES_MAX else f"these {len(same)} workers"
+    remedy = _REMEDIES.get(first.problem, "")
+    return remedy.replace("NAMES", names).replace("NAME", first.worker_id)
 
 
 def _row_problems(rows: list[WorkerRow]) -> list[str]:

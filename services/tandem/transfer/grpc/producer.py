@@ -1,5 +1,5 @@
-"""Serves KV blocks over gRPC to consumers that cannot use NIXL. Also serves probes: it sends zero
-bytes, and the consumer measures the speed of the connection.
+"""Serves KV blocks over gRPC to consumers that cannot use NIXL or CUDA IPC. Also serves probes: it
+sends zero bytes, and the consumer measures the speed of the connection.
 
 A consumer can read only blocks that a live lease has announced to the consumer. A block is copied
 once, from the block pool into a gRPC message. The lease is checked again before each message is
@@ -15,7 +15,7 @@ import grpc
 
 from tandem.net.rpc.block_bytes import encode
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.transfer.grpc.reservations import MESSAGE_BYTES, PoolOwner
+from tandem.transfer.grpc.reservations import PoolOwner
 
 PROBE_BYTES_MAX = 64 << 20
 
@@ -66,16 +66,15 @@ class BlockServer:
             yield message
 
     async def probe(self, request: pb.ProbeRequest, context: Any) -> AsyncIterator[bytes]:
-        """Yields messages of up to `MESSAGE_BYTES` with `num_bytes` zero bytes in total."""
+        """Yields messages with `num_bytes` zero bytes in total. The bytes come from the memory that
+        has the pool, so that a probe of a pool on a GPU takes as long as a pull."""
         if request.num_bytes > PROBE_BYTES_MAX:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"a measurement may request at most {PROBE_BYTES_MAX} bytes, not "
                 f"{request.num_bytes}",
             )
-        zeros = bytes(min(request.num_bytes, MESSAGE_BYTES))
-        whole = encode([zeros])
-        for _ in range(request.num_bytes // MESSAGE_BYTES):
-            yield whole
-        if rest := request.num_bytes % MESSAGE_BYTES:
-            yield encode([zeros[:rest]])
+        pool = self._owner.pool
+        for first in range(0, request.num_bytes, pool.message_bytes):
+            num_bytes = min(pool.message_bytes, request.num_bytes - first)
+            yield encode([await pool.read_probe(num_bytes)])

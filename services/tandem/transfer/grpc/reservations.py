@@ -90,6 +90,12 @@ class PoolView(Protocol):
         Raises LeaseLost if the reservation is closed or has too few blocks.
         """
 
+    async def read_probe(self, num_bytes: int) -> bytes | memoryview:
+        """Returns zero bytes that have taken the way of `read`, so that its speed is measured."""
+
+    def write_probe(self, data: memoryview) -> None:
+        """Moves `data` the way of `write`, to memory that is not part of the pool."""
+
 
 class PoolOwner(Protocol):
     """The parts of the link to the engine process that give access to the KV pool."""

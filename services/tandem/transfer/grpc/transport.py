@@ -84,7 +84,9 @@ class GrpcTransport:
         try:
             call = self._call(0, PROBE, request, self._config.connect_deadline_s)
             async for message in call:
-                received += len(decode(message))
+                data = decode(message)
+                self._owner.pool.write_probe(data)
+                received += len(data)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, ValueError) as error:
             raise LeaseLost(
                 f"a measurement of the gRPC connection failed: {_describe(error)}"

@@ -16,38 +16,30 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tandem.common.cuda_build import cuda_of_torch
 from tandem.errors import Incompatible, InternalError, TandemError, WorkerLost
 from tandem.transfer.nixl.cuda_version import nixl_modules, why_cuda_differs
-from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.ucx_mode import (
     UcxMode,
     backend_options,
     ucx_environment,
     ucx_settings,
 )
+from tandem.transfer.reads.agent import BlockIds, ReadState
+from tandem.transfer.reads.messages import RemotePool
 
-BlockIds = NDArray[np.int32]
 Span = tuple[int, int]  # (address, number of bytes)
 
 log = logging.getLogger(__name__)
 
 # Delay of NIXL's listen thread. It has no effect, because the listen thread is disabled.
 _LISTEN_DELAY_US = 100_000
-
-
-class ReadState(Enum):
-    DONE = "done"  # all bytes are in place
-    UNDER_WAY = "under_way"
-    FAILED = "failed"  # some bytes of the read may still arrive
 
 
 def load_nixl() -> ModuleType:
@@ -94,6 +86,7 @@ class NixlAgent:
         mode: UcxMode | None,
         progress_delay_us: int | None,
         memory: str = "DRAM",
+        with_cuda_ipc: bool = True,
     ) -> None:
         """Creates the agent.
 
@@ -101,6 +94,7 @@ class NixlAgent:
         constructor raises Incompatible. `progress_delay_us` is the pause between two rounds of
         NIXL's progress thread. With None, there is no progress thread, and reads make progress only
         in calls of `state`. `memory` is the kind of memory that has the blocks: "DRAM" or "VRAM".
+        Without `with_cuda_ipc`, UCX does not map the memory of peers' GPUs.
         """
         if mode is None:
             raise Incompatible(
@@ -125,7 +119,7 @@ class NixlAgent:
         config.captureTelemetry = False
         try:
             self._agent: Any = bindings.nixlAgent(name, config)
-            with ucx_environment(ucx_settings(mode, memory)):
+            with ucx_environment(ucx_settings(mode, memory, with_cuda_ipc=with_cuda_ipc)):
                 self._backend: int = self._agent.createBackend("UCX", backend_options(mode))
         except self._errors as error:
             raise Incompatible(

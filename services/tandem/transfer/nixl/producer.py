@@ -1,13 +1,15 @@
 """The producer side of NIXL: an agent through which peers read this process's pool."""
 
 from tandem.transfer.nixl.agent import NixlAgent
-from tandem.transfer.nixl.messages import LocalPool
 from tandem.transfer.nixl.ucx_mode import UcxMode
+from tandem.transfer.reads.messages import LocalPool
 
 PROGRESS_DELAY_US = 100_000
 
 
-def readable_agent(pool: LocalPool, name: str, mode: UcxMode | None) -> NixlAgent:
+def readable_agent(
+    pool: LocalPool, name: str, mode: UcxMode | None, *, with_cuda_ipc: bool = True
+) -> NixlAgent:
     """Creates an agent through which peers can read the pool. Raises Incompatible without NIXL.
 
     The agent lives as long as the process. The agent's metadata gives read access to the whole
@@ -32,7 +34,13 @@ def readable_agent(pool: LocalPool, name: str, mode: UcxMode | None) -> NixlAgen
     crashed it. Shared memory does not have this problem. A cancelled pull does not cause it either,
     because the reads of the pull run to their end.
     """
-    agent = NixlAgent(name, mode=mode, progress_delay_us=PROGRESS_DELAY_US, memory=pool.memory)
+    agent = NixlAgent(
+        name,
+        mode=mode,
+        progress_delay_us=PROGRESS_DELAY_US,
+        memory=pool.memory,
+        with_cuda_ipc=with_cuda_ipc,
+    )
     agent.register(
         address=pool.address, num_bytes=pool.num_bytes, device_id=pool.device_id, memory=pool.memory
     )

@@ -104,6 +104,13 @@ def _share_memory(ours: HostIdentity, theirs: HostIdentity) -> bool:
     return bool(ours.boot_id) and own_host == peer_host and one_ipc and ours.cma and theirs.cma
 
 
+def may_map_gpu(ours: HostIdentity, theirs: HostIdentity) -> bool:
+    """Returns whether the two processes may be able to map the memory of each other's GPU over CUDA
+    IPC. Only an attempt shows whether they are."""
+    one_machine = bool(ours.boot_id) and ours.boot_id == theirs.boot_id
+    return one_machine and not _hides_gpu(ours, theirs)
+
+
 def _hides_gpu(ours: HostIdentity, theirs: HostIdentity) -> bool:
     """Returns whether the two surely see no GPU of each other, though they share the machine."""
     one_machine = bool(ours.boot_id) and ours.boot_id == theirs.boot_id

@@ -54,33 +54,55 @@ def backend_options(mode: UcxMode) -> dict[str, str]:
     return {"ucx_error_handling_mode": "none"} if mode is UcxMode.MEMORY else {}
 
 
-def transports(mode: UcxMode, memory: str, environment: Mapping[str, str] = os.environ) -> str:
+def transports(
+    mode: UcxMode,
+    memory: str,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    with_cuda_ipc: bool = True,
+) -> str:
     """Returns the value of the variable UCX_TLS for an agent whose blocks are in `memory`, "DRAM"
-    or "VRAM".
+    or "VRAM". Without `with_cuda_ipc`, CUDA IPC is not one of the transports.
 
     In the modes RDMA and TCP, the result has the transports that the operator has set in UCX_TLS,
     except those that the mode does not allow.
     """
     allowed = environment.get("UCX_TLS", "all")
     if mode is UcxMode.TCP:
-        return allowed
+        return allowed if with_cuda_ipc else _without_cuda_ipc(allowed)
     device = _CUDA if memory == "VRAM" else ()
     if mode is UcxMode.MEMORY:
-        return ",".join((*_MEMORY, *device))
-    named = [] if allowed.startswith("^") else allowed.split(",")
-    kept = [name for name in named if name not in ("", "all", "tcp")]
-    return ",".join(kept or ("ib", *device))
+        names = [*_MEMORY, *device]
+    else:
+        named = [] if allowed.startswith("^") else allowed.split(",")
+        names = [name for name in named if name not in ("", "all", "tcp")] or ["ib", *device]
+    return ",".join(name for name in names if with_cuda_ipc or name != "cuda_ipc")
+
+
+def _without_cuda_ipc(allowed: str) -> str:
+    """Returns a value of UCX_TLS that allows the same transports but CUDA IPC."""
+    if allowed == "all":
+        return "^cuda_ipc"
+    names = allowed.lstrip("^").split(",")
+    if allowed.startswith("^"):
+        return allowed if "cuda_ipc" in names else f"{allowed},cuda_ipc"
+    return ",".join(name for name in names if name != "cuda_ipc")
 
 
 def ucx_settings(
-    mode: UcxMode, memory: str, environment: Mapping[str, str] = os.environ
+    mode: UcxMode,
+    memory: str,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    with_cuda_ipc: bool = True,
 ) -> dict[str, str]:
     """Returns the variables of UCX for an agent whose blocks are in `memory`, "DRAM" or "VRAM".
+    Without `with_cuda_ipc`, UCX does not use CUDA IPC.
 
     Apart from UCX_TLS, variables that the operator has set are not in the result. In the mode TCP,
     emulated reads stay allowed, because UCX emulates every read over TCP.
     """
-    settings = {"UCX_TLS": transports(mode, memory, environment)}
+    settings = {"UCX_TLS": transports(mode, memory, environment, with_cuda_ipc=with_cuda_ipc)}
     if memory == "VRAM" and mode is not UcxMode.TCP:
         wanted = _GPU_SETTINGS.items()
         settings |= {name: value for name, value in wanted if name not in environment}

@@ -33,8 +33,8 @@ from tandem.transfer.grpc.reservations import (
     PoolView,
     Reservations,
 )
-from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.protocol import BlockPull
+from tandem.transfer.reads import messages as transfer
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.pool_view import MappedPool, targets
 from tandem.worker.engine_process.program import EngineProgram, start_program
@@ -175,34 +175,37 @@ class EngineLink:
         else:
             sending.add_done_callback(self._on_sent)
 
-    def pull(self, peer_id: str, pull: BlockPull) -> asyncio.Future[transfer.PullResult]:
-        """Starts a pull over NIXL. The future's result is the result of the pull."""
+    def pull(
+        self, peer_id: str, pull: BlockPull, transport: str
+    ) -> asyncio.Future[transfer.PullResult]:
+        """Starts a pull over NIXL or CUDA IPC. The future's result is the result of the pull."""
         future: asyncio.Future[transfer.PullResult] = asyncio.get_running_loop().create_future()
         pull_id = uuid.uuid4().hex
         self._pulls[pull_id] = future
         producer_ids = list(pull.producer_block_ids)
         local_ids = list(pull.local_block_ids)
-        read = transfer.Pull(pull_id, peer_id, producer_ids, local_ids, pull.deadline_s)
+        read = transfer.Pull(pull_id, peer_id, producer_ids, local_ids, pull.deadline_s, transport)
         self.send(messages.StartPull(pull.sequence_id, read))
         return future
 
     async def connect_peer(
-        self, peer_id: str, metadata: bytes, pool: transfer.RemotePool
+        self, peer_id: str, metadata: bytes, pool: transfer.RemotePool, transport: str
     ) -> list[tuple[int, float]]:
-        """Connects a peer over NIXL; returns (bytes, seconds) of each of a few test reads.
+        """Connects a peer over NIXL or CUDA IPC.
 
-        Raises Incompatible if the peer's pool cannot be read.
+        Returns (bytes, seconds) of each of a few test reads. Raises Incompatible if the peer's pool
+        cannot be read.
         """
-        answer = self._question(("peer", peer_id))
-        self.send(messages.ConnectPeer(peer_id, metadata, pool))
+        answer = self._question((transport, peer_id))
+        self.send(messages.ConnectPeer(peer_id, metadata, pool, transport))
         async with asyncio.timeout(ANSWER_DEADLINE_S):
             reply: transfer.PeerConnected = await answer
         if reply.error:
             raise Incompatible(reply.error)
         return list(reply.reads)
 
-    def disconnect_peer(self, peer_id: str) -> None:
-        self.send(messages.DisconnectPeer(peer_id))
+    def disconnect_peer(self, peer_id: str, transport: str) -> None:
+        self.send(messages.DisconnectPeer(peer_id, transport))
 
     async def describe_producer(self) -> transfer.ProducerReady:
         reply: transfer.ProducerReady = await self._ask(messages.DescribeSource)
@@ -214,6 +217,11 @@ class EngineLink:
         Raises InternalError if the sequence does not hold the blocks.
         """
         data: memoryview = await self._ask(messages.LoadBytes, sequence_id, block_ids)
+        return data
+
+    async def load_probe(self, num_bytes: int) -> memoryview:
+        """Returns zero bytes that the engine process has copied from the pool's device."""
+        data: memoryview = await self._ask(messages.LoadProbe, num_bytes)
         return data
 
     async def list_prefixes(self, blocks_max: int) -> list[list[bytes]]:
@@ -325,7 +333,7 @@ class EngineLink:
             case messages.Ready():
                 self._answer("ready", reply)
             case transfer.PeerConnected():
-                self._answer(("peer", reply.peer_id), reply)
+                self._answer((reply.transport, reply.peer_id), reply)
             case messages.BlockData(request_id, error):
                 self._answer(request_id, InternalError(error) if error else frames[1].buffer)
             case messages.Fatal(message, code):
@@ -394,3 +402,9 @@ class PoolThroughEngine:
     def write(self, into: PoolReservation, first: int, data: memoryview) -> None:
         block_ids = list(targets(into, first, data, self.spans))
         self._link.send(messages.StoreBytes(into.sequence_id, block_ids), data)
+
+    async def read_probe(self, num_bytes: int) -> memoryview:
+        return await self._link.load_probe(num_bytes)
+
+    def write_probe(self, data: memoryview) -> None:
+        self._link.send(messages.StoreProbe(), data)

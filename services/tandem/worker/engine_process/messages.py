@@ -17,7 +17,7 @@ from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.types import FinalBlocks, SequenceSpec, StepReport
-from tandem.transfer.nixl import messages as transfer
+from tandem.transfer.reads import messages as transfer
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -149,15 +149,18 @@ class ReturnWaiting(msgspec.Struct, frozen=True, tag=True):
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
-    """Make a peer's pool readable over NIXL; answered by `PeerConnected`."""
+    """Make a peer's pool readable over a transport, "nixl" or "cuda_ipc"; answered by
+    `PeerConnected`."""
 
     peer_id: str
     metadata: bytes
     pool: transfer.RemotePool
+    transport: str
 
 
 class DisconnectPeer(msgspec.Struct, frozen=True, tag=True):
     peer_id: str
+    transport: str
 
 
 class StartPull(msgspec.Struct, frozen=True, tag=True):
@@ -182,6 +185,19 @@ class LoadBytes(msgspec.Struct, frozen=True, tag=True):
     block_ids: list[int]
 
 
+class StoreProbe(msgspec.Struct, frozen=True, tag=True):
+    """Move the bytes of the next frame to the pool's device, as `StoreBytes` does, and drop
+    them."""
+
+
+class LoadProbe(msgspec.Struct, frozen=True, tag=True):
+    """Request zero bytes from the pool's device, on the way of `LoadBytes`; answered by
+    `BlockData`."""
+
+    request_id: int
+    num_bytes: int
+
+
 class DescribeSource(msgspec.Struct, frozen=True, tag=True):
     """Request the data with which a consumer can read this pool; answered by `ProducerReady`."""
 
@@ -200,13 +216,14 @@ SequenceCommand = (
     Add | StartLocalPrefill | Restart | Commit | ContinuePrefill | Remove | ReturnWaiting
 )
 ChainCommand = HoldPrefix | ImportBlocks | CommitImport
-TransferCommand = ConnectPeer | DisconnectPeer | StartPull | StoreBytes
+TransferCommand = ConnectPeer | DisconnectPeer | StartPull | StoreBytes | StoreProbe
 Question = (
     ListChains
     | ListBlocks
     | ResetPrefixCache
     | KeepChain
     | LoadBytes
+    | LoadProbe
     | DescribeSource
     | CheckIntegrity
 )
@@ -267,7 +284,8 @@ class PullsSettled(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockData(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `LoadBytes`. The next frame has the bytes, unless there is an `error`."""
+    """The answer to `LoadBytes` and `LoadProbe`. The next frame has the bytes, unless there is an
+    `error`."""
 
     request_id: int
     error: str

@@ -1,4 +1,4 @@
-"""The engine process of a worker: the step loop, the KV pool and, in its own thread, NIXL.
+"""The engine process of a worker: the step loop, the KV pool and, in its own thread, transfers.
 
 It knows no gRPC, no Redis and no asyncio. It talks to the I/O process over two ZeroMQ sockets:
 
@@ -42,9 +42,10 @@ from tandem.errors import ConfigError, InternalError, TandemError, WorkerLost
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
 from tandem.net.observability.logs import about, configure_logging
-from tandem.transfer.nixl import messages as transfer
-from tandem.transfer.nixl.messages import LocalPool, PullResult
-from tandem.transfer.nixl.thread import TransferThread
+from tandem.transfer.cuda_ipc.agent import IpcDevice
+from tandem.transfer.reads import messages as transfer
+from tandem.transfer.reads.messages import LocalPool, PullResult
+from tandem.transfer.thread import TransferThread
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.pull_ledger import PullLedger
 
@@ -88,6 +89,7 @@ class EngineProcess:
             self._on_transfer_event,
             self._use_device,
             self._finish_copies,
+            self._ipc_device(),
         )
         self._tick = 0
         self._num_commands = 0  # number of applied commands
@@ -234,10 +236,14 @@ class EngineProcess:
             case messages.LoadBytes(request_id, sequence_id, block_ids):
                 self._check_held(sequence_id, block_ids)
                 self._send(messages.BlockData(request_id, ""), self._bytes.read(block_ids))
-            case messages.ConnectPeer(peer_id, metadata, pool):
-                self._transfer.connect(peer_id, metadata, pool)
-            case messages.DisconnectPeer(peer_id):
-                self._transfer.disconnect(peer_id)
+            case messages.StoreProbe():
+                self._bytes.write_probe(frames[1])
+            case messages.LoadProbe(request_id, num_bytes):
+                self._send(messages.BlockData(request_id, ""), self._bytes.read_probe(num_bytes))
+            case messages.ConnectPeer(peer_id, metadata, pool, transport):
+                self._transfer.connect(peer_id, metadata, pool, transport)
+            case messages.DisconnectPeer(peer_id, transport):
+                self._transfer.disconnect(peer_id, transport)
             case messages.DescribeSource(request_id):
                 self._transfer.producer(request_id)
             case messages.CheckIntegrity(request_id):
@@ -262,7 +268,7 @@ class EngineProcess:
             case messages.StartPull(_, pull):
                 failed = PullResult(pull.pull_id, done=False, error=error.message)
                 self._send(messages.PullsSettled([failed]))
-            case messages.LoadBytes(request_id):
+            case messages.LoadBytes(request_id) | messages.LoadProbe(request_id):
                 self._send(messages.BlockData(request_id, error.message))
             case _:
                 after_s = error.retry_after_s or 0.0
@@ -343,6 +349,14 @@ class EngineProcess:
         """
         if self._runner.kv.device.type == "cuda":
             torch.cuda.synchronize(self._runner.kv.device)
+
+    def _ipc_device(self) -> IpcDevice | None:
+        """Returns the pool's device if processes of this machine can map its memory."""
+        if self._runner.kv.device.type != "cuda":
+            return None
+        from tandem.transfer.cuda_ipc.cuda import CudaIpcDevice  # imports Triton
+
+        return CudaIpcDevice(self._runner.kv.device)
 
     def _local_pool(self) -> LocalPool:
         kv = self._runner.kv

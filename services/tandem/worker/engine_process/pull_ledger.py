@@ -15,7 +15,7 @@ queue. A block is in at most one unfinished pull, because an unsafe block is nev
 
 from collections.abc import Iterable
 
-from tandem.transfer.nixl.messages import Pull, PullResult
+from tandem.transfer.reads.messages import Pull, PullResult
 
 
 class PullLedger:

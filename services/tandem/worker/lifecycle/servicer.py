@@ -142,15 +142,22 @@ class Servicer(WorkerServicer):
             transports=["grpc"],
             host=to_message(pb.HostIdentity, host_identity(transfer.nixl_tcp)),
         )
-        if "nixl" in request.transports and transfer.transport != "grpc":
+        if transfer.transport != "grpc" and list(request.transports) != ["grpc"]:
             producer = await self._worker.link.describe_producer()
-            if producer.metadata:
+            response.pool = msgspec.msgpack.encode(producer.pool)
+            for name, error in (
+                ("NIXL", producer.error),
+                ("CUDA IPC", producer.cuda_ipc_error),
+            ):
+                if error:
+                    log.warning("this worker cannot serve blocks over %s: %s", name, error)
+            if "nixl" in request.transports and producer.metadata:
                 response.transports.insert(0, "nixl")
                 response.nixl_metadata = producer.metadata
-                response.pool = msgspec.msgpack.encode(producer.pool)
-            else:
-                log.warning("this worker cannot serve blocks over NIXL: %s", producer.error)
-        if transfer.transport == "nixl":
+            if "cuda_ipc" in request.transports and producer.cuda_ipc:
+                response.transports.insert(0, "cuda_ipc")
+                response.cuda_ipc_metadata = producer.cuda_ipc
+        if transfer.transport in ("nixl", "cuda_ipc"):
             response.transports.remove("grpc")
         return response
 

@@ -38,7 +38,7 @@ from tandem.net.rpc.peer_calls import add_port
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.net.store.registry import KvCompatibility, State, WorkerRecord
-from tandem.transfer.nixl.messages import Broken
+from tandem.transfer.reads.messages import Broken
 from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages

@@ -125,5 +125,5 @@ class RequestMetrics(MetricSet):
                 self._shared_wait.observe(lease.shared_wait_s)
         if lease.prefilled_at:
             self._prefill.observe(lease.prefilled_at - lease.admitted_at)
-        if lease.is_ahead and lease.transport == "nixl":
+        if lease.is_ahead and lease.transport != "grpc":
             self._tally.nixl.add_expired()

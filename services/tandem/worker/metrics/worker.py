@@ -24,7 +24,7 @@ from tandem.models.memory import read_memory
 from tandem.net.bounded_server import BoundedServer
 from tandem.net.observability.metrics import MetricSet, counter, gauge, gauges, histogram
 from tandem.prefix_index.publisher import Publisher
-from tandem.transfer.nixl.messages import PullResult, Renewed
+from tandem.transfer.reads.messages import PullResult, Renewed
 from tandem.worker.engine_process.messages import PullsSettled, TransferReply
 from tandem.worker.kv_pulls.lease import ConsumerLease, PullStats
 from tandem.worker.metrics.probes import Probes
@@ -122,7 +122,7 @@ class WorkerMetrics(MetricSet):
     )
     _kv_blocks = counter("tandem_kv_blocks_pulled", "Blocks pulled", "transport")
     _pull_failures = counter(
-        "tandem_pull_failures", "Pulls over NIXL that failed or were given up", "reason"
+        "tandem_pull_failures", "Pulls over NIXL or CUDA IPC that failed or were given up", "reason"
     )
     _blocks_fenced = counter(
         "tandem_blocks_fenced",
@@ -130,7 +130,7 @@ class WorkerMetrics(MetricSet):
     )
     _renewals = counter(
         "tandem_consumer_renewals",
-        "Times that the worker replaced its NIXL agent to end abandoned reads",
+        "Times that the worker replaced an agent for reads to end abandoned reads",
     )
     _kv_blocks_skipped = counter(
         "tandem_kv_blocks_skipped",
@@ -223,8 +223,9 @@ class WorkerMetrics(MetricSet):
             nixl.add_failed()
 
     def on_lost_lease(self, lease: ConsumerLease) -> None:
-        """Counts a lost lease over NIXL if the consumer sent `release` but got no confirmation."""
-        if lease.is_unconfirmed and lease.peer.transport == "nixl":
+        """Counts a lost lease over NIXL or CUDA IPC if the consumer sent `release` but got no
+        confirmation."""
+        if lease.is_unconfirmed and lease.peer.transport != "grpc":
             self.tally.nixl.add_unconfirmed()
 
     def on_preemptions(self, num_preemptions: int) -> None:

@@ -3,7 +3,7 @@
 A pair is this worker and one producer, another worker from which this worker pulls blocks.
 
     1. The call `Connect` exchanges the KV formats, the hosts' identities and the NIXL metadata.
-    2. Test reads over NIXL and over gRPC are timed.
+    2. Test reads over each common transport (CUDA IPC, NIXL and gRPC) are timed.
     3. The transport is chosen by these times (transport_choice.py).
 
 Pairing runs in the background, never on a request's path. If a transport fails or becomes slow
@@ -26,15 +26,16 @@ from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.net.store.registry import KvCompatibility
+from tandem.transfer.engine_transport import EngineTransport
 from tandem.transfer.grpc.transport import GrpcTransport
-from tandem.transfer.nixl.messages import RemotePool
-from tandem.transfer.nixl.reach import HostIdentity, Reach, host_identity, reach
-from tandem.transfer.nixl.transport import NixlTransport
+from tandem.transfer.nixl.reach import HostIdentity, Reach, host_identity, may_map_gpu, reach
 from tandem.transfer.protocol import Transport
+from tandem.transfer.reads.messages import RemotePool
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.peers.peer import Peer, peer_id
 from tandem.worker.peers.rates import Rates
 from tandem.worker.peers.transport_choice import (
+    NAMES,
     TransportChoice,
     Way,
     choose_transport,
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 
 _OF_THE_NETWORK = {"tcp", "unreachable", "gpu"}
 _REASON_MAX = 300  # a reason is cut to this many characters
-FAILURES_MAX = 3  # After this many failed NIXL reads in a row, the pair uses gRPC
+FAILURES_MAX = 3  # After this many failed reads in a row, the pair uses gRPC
 
 
 class Pairing:
@@ -72,8 +73,10 @@ class Pairing:
         """Connects to a peer. Raises TandemError if no transport works."""
         channel = self._calls.open(address)
         stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
+        process_id = peer_id(worker_id, epoch)
         transports: tuple[Transport, ...] = (
-            NixlTransport(peer_id(worker_id, epoch), self._link),
+            EngineTransport("cuda_ipc", process_id, self._link),
+            EngineTransport("nixl", process_id, self._link),
             GrpcTransport(worker_id, address, self._link, self._config.transfer, self._calls),
         )
         peer = Peer(worker_id, epoch, stub, channel, {each.name: each for each in transports})
@@ -96,22 +99,30 @@ class Pairing:
                 f"{sorted(offered)}"
             )
         if wanted == "auto" and "grpc" not in offered:
-            wanted = "nixl"
+            wanted = "nixl" if "nixl" in offered else "cuda_ipc"
         how = None
         if response.HasField("host"):
             theirs = to_struct(HostIdentity, response.host)
             how = reach(self._host, theirs, _memory_of(response))
-        by_grpc = await self._measure(peer, "grpc", response) if wanted != "nixl" else Way()
-        by_nixl = Way()
-        if "nixl" not in offered:
-            by_nixl = Way(error="the producer does not offer NIXL")
-        elif how is Reach.NOTHING or how is Reach.HIDDEN_GPU:
-            by_nixl = Way(error=how.value)
-        elif wanted != "grpc":
-            by_nixl = await self._measure(peer, "nixl", response)
-        if wanted == "nixl" and by_nixl.error:
-            raise WorkerLost(by_nixl.error)
-        self.use(peer, choose_transport(wanted, by_nixl, by_grpc, how))
+            if not may_map_gpu(self._host, theirs):
+                offered.discard("cuda_ipc")
+        if by_grpc_only := how in (Reach.NOTHING, Reach.HIDDEN_GPU):
+            offered.discard("nixl")
+        common = offered if wanted == "auto" else offered & {wanted}
+        if not common:
+            hidden = "this process does not see the peer's GPU, as CUDA IPC requires"
+            raise WorkerLost(how.value if how and wanted == "nixl" else hidden)
+        # gRPC is measured first, because it always works.
+        ways = {
+            name: await self._measure(peer, name, response)
+            for name in reversed(NAMES)
+            if name in common
+        }
+        if wanted != "auto" and (error := ways[wanted].error):
+            raise WorkerLost(error)
+        if not by_grpc_only and set(response.transports) == {"grpc"} and wanted == "auto":
+            ways["nixl"] = Way(error="the producer does not offer NIXL")
+        self.use(peer, choose_transport(wanted, ways, how))
 
     def use(self, peer: Peer, choice: TransportChoice) -> None:
         """Sets the pair's transport, and logs if the transport has changed."""
@@ -135,21 +146,26 @@ class Pairing:
             log.info("blocks of %s are pulled over %s (%s)", peer.peer_id, choice.transport, why)
 
     def give_up_failing(self, peer: Peer) -> None:
-        """Switches a pair to gRPC after several NIXL reads in a row have failed."""
-        failures = self._rates.failures(peer.worker_id, "nixl")
+        """Switches a pair to gRPC after several reads over another transport in a row have
+        failed."""
+        failures = self._rates.failures(peer.worker_id, peer.transport)
         may = self._config.transfer.transport == "auto" and peer.offers_grpc
-        if peer.transport == "nixl" and failures >= FAILURES_MAX and may:
-            why = f"{failures} NIXL reads failed in a row; NIXL is measured again from time to time"
+        if peer.transport != "grpc" and failures >= FAILURES_MAX and may:
+            name = NAMES[peer.transport]
+            why = (
+                f"{failures} {name} reads failed in a row; {name} is measured again from time to "
+                "time"
+            )
             self.use(peer, TransportChoice("grpc", "broken", why))
 
     def is_doubtful(self, peer: Peer) -> bool:
         """Returns whether another measurement may change the pair's transport."""
         if self._config.transfer.transport != "auto":
             return False
-        if peer.transport != "nixl":
-            return peer.reason in ("slow", "broken")
-        by_nixl = self._rates.pair(peer.worker_id, "nixl")
-        return is_slower(by_nixl, self._rates.pair(peer.worker_id, "grpc"))
+        if peer.reason in ("slow", "broken"):
+            return True
+        by_grpc = self._rates.pair(peer.worker_id, "grpc")
+        return is_slower(self._rates.pair(peer.worker_id, peer.transport), by_grpc)
 
     async def _introduce(self, peer: Peer) -> pb.ConnectResponse:
         wanted = self._config.transfer.transport
@@ -157,7 +173,7 @@ class Pairing:
             worker_id=self._config.worker_id,
             epoch=self._epoch,
             compatibility=to_message(pb.KvCompatibility, self._compatibility),
-            transports=["nixl", "grpc"] if wanted == "auto" else [wanted],
+            transports=list(NAMES) if wanted == "auto" else [wanted],
             host=to_message(pb.HostIdentity, self._host),
         )
         try:

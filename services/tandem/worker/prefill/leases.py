@@ -28,7 +28,7 @@ class Lease:
 
     lease_id: str
     consumer_id: str
-    transport: str = "grpc"  # transport by which the consumer reads: "grpc" or "nixl"
+    transport: str = "grpc"  # transport by which the consumer reads: "cuda_ipc", "nixl" or "grpc"
     verify_every: int = 0
     is_hold: bool = False  # True: the lease holds a chain of cached blocks, and nothing is computed
     span: RequestSpan = NO_SPAN

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from tandem.api.admin.answers import (
+    Bottleneck,
     Service,
+    Waiting,
+    bottleneck_of,
     kv_cache,
     last_minute,
     one_more_decode,
     slow,
     slowest_of,
     verdict,
+    waiting_of,
 )
 from tandem.common.perf_model.rates import DecodeRate, WorkerRates
 from tandem.common.worker_load import TierUse, WorkerLoad
@@ -33,6 +39,7 @@ NOW = 1_000_000.0
 SLOW = Service(Latency(3, 200.0, None, 4000.0, 1), Latency(21, 100.0, 120.0, 130.0))
 QUICK = Service(Latency(1, 80.0, None, 80.0), Latency(7, 100.0, None, 100.0))
 NOTHING = Service()
+NO_BOTTLENECK = Bottleneck("")
 MEASURED = WorkerRates(decode=DecodeRate(0.010, 0.005), measured=True)
 
 
@@ -85,8 +92,9 @@ def request(ttft_ms: float | None, ago_s: float = 10.0, **facts: Any) -> dict[st
 def test_slow_first_tokens_have_a_cause() -> None:
     assert slow([request(4000.0), request(100.0, 20.0), request(200.0, 30.0)], SLOW, NOW) == (
         "First tokens are slow: 200 ms at the median of the last minute's 3 requests, 4.0 s at most"
-        " (target: 2 s). 75% of that is computing prompts. The slowest spent 3.0 s computing 100"
-        " prompt tokens on prefill-0."
+        " (target: 2 s). 75% of that is prefill (computing prompts, and waiting behind other"
+        " prompts). The slowest spent 3.0 s in prefill on prefill-0, which computed 100 prompt"
+        " tokens."
         " Then a token follows every 100 ms, at the median."
     )
 
@@ -94,18 +102,36 @@ def test_slow_first_tokens_have_a_cause() -> None:
 def test_quick_first_tokens_do_not_stand_out() -> None:
     assert slow([request(80.0)], QUICK, NOW) == (
         "Nothing stands out. First tokens came after 80 ms at the median of the last minute's"
-        " 1 request (target: 2 s). 75% of that is computing prompts. Then a token follows every"
-        " 100 ms, at the median."
+        " 1 request (target: 2 s). 75% of that is prefill (computing prompts, and waiting behind"
+        " other prompts). Then a token follows every 100 ms, at the median."
     )
 
 
 def test_requests_that_wait_are_slow_before_they_have_a_token() -> None:
-    assert slow([request(None, 8.0), request(None, 3.0)], NOTHING, NOW) == (
-        "2 requests have no token yet; the oldest has waited 8 s."
+    waiting = replace(NOTHING, waiting=Waiting(2, 1, 8.0))
+    assert slow([request(None, 8.0), request(None, 3.0)], waiting, NOW) == (
+        "2 requests are in prefill or queued now; the oldest without a token has waited 8 s."
     )
-    assert "1 request has no token yet; the oldest has waited 8 s." in slow(
-        [request(None, 8.0), request(80.0)], QUICK, NOW
-    )
+    told = slow([request(80.0)], replace(QUICK, waiting=Waiting(1, 1, 8.0)), NOW)
+    assert "1 request is in prefill or queued now; the oldest without a token has waited 8" in told
+    assert "First tokens are slow:" in told
+    early = replace(QUICK, waiting=Waiting(1, 0, 1.0))
+    assert "in prefill or queued" not in slow([request(80.0)], early, NOW)
+
+
+def test_open_requests_without_a_token_are_counted_by_their_own_targets() -> None:
+    records = [
+        RequestRecord("a", "chat", Timeline(), created=NOW - 40),
+        RequestRecord("b", "chat", Timeline(), created=NOW - 1),
+        RequestRecord("c", "chat", Timeline(), created=NOW - 90),
+        ended(50),
+    ]
+    records[2].timeline.ttft_s = 3.0
+    assert waiting_of(records, NOW, 7, ttft_target_s=2, ttft_token_s=0) == Waiting(7, 1, 40.0)
+    prompt: Any = SimpleNamespace(request=SimpleNamespace(token_ids=[1] * 1000))
+    records[0].jobs = [prompt]
+    assert waiting_of(records, NOW, 7, ttft_target_s=2, ttft_token_s=0.1).num_late == 0
+    assert waiting_of([], NOW, 0, ttft_target_s=2, ttft_token_s=0) == Waiting()
 
 
 def test_the_worker_with_most_of_the_time_is_named() -> None:
@@ -120,10 +146,11 @@ def test_the_worker_with_most_of_the_time_is_named() -> None:
 
 def test_requests_without_a_token_say_where_the_prompts_are() -> None:
     known = [worker("decode-0"), worker("prefill-0", queued_tokens=9200)]
-    told = slow([request(None, 8.0)], NOTHING, NOW, known=known)
+    waiting = replace(NOTHING, waiting=Waiting(1, 1, 8.0))
+    told = slow([request(None, 8.0)], waiting, NOW, known=known)
     assert told == (
-        "1 request has no token yet; the oldest has waited 8 s. prefill-0 has the most prompt"
-        " tokens to compute: 9,200."
+        "1 request is in prefill or queued now; the oldest without a token has waited 8 s."
+        " prefill-0 has the most prompt tokens to compute: 9,200."
     )
 
 
@@ -140,7 +167,7 @@ def test_the_kv_cache_has_shares_its_size_and_its_fullest_worker() -> None:
         worker("decode-0", blocks_used=30, blocks_cached=10),
     ]
     assert kv_cache(known) == (
-        "20% is in use by running requests, 30% holds prefixes that later requests can reuse, and"
+        "20% is in use by open requests, 30% holds prefixes that later requests can reuse, and"
         " 50% is free (total: 1,600 tokens on 1 prefill worker and 1,600 tokens on 1 decode"
         " worker). The fullest worker is decode-0 with 30% in use. KV tiers in use: host 25%."
     )
@@ -174,7 +201,7 @@ def ended(ago_s: float, error: QueueFull | None = None) -> RequestRecord:
 
 def test_an_idle_cache_has_no_fullest_worker_and_little_is_not_none() -> None:
     known = [worker("decode-0"), worker("decode-1")]
-    assert kv_cache(known).startswith("0% is in use by running requests, 0% holds prefixes")
+    assert kv_cache(known).startswith("0% is in use by open requests, 0% holds prefixes")
     assert "fullest" not in kv_cache(known)
     used = [worker(f"decode-{n}", blocks_used=n == 0) for n in range(2)]
     assert kv_cache(used).startswith("<1% is in use")
@@ -202,27 +229,38 @@ def test_the_last_minute_has_requests_and_events() -> None:
         ClusterEvent(NOW - 90, "lost", "decode-7", "long ago"),
     ]
     records = [ended(5), ended(6, QueueFull("full")), ended(90)]
-    assert last_minute(records, events, NOW).splitlines() == [
-        "2 requests ended, and 1 of them failed: 1 queue_full.",
+    assert last_minute(records, events, NOW, 1).splitlines() == [
+        "2 requests arrived, 1 got the first token, and 2 ended; 1 of these failed: 1 queue_full.",
         "5 to 8 s ago: decode-1, decode-0 are ready to serve.",
         "9 s ago: router-0: requests are served.",
         "9 s ago: the size of the decode pool: 1 -> 2, by a.",
         "The list of events has 1 more.",
     ]
     both = [ClusterEvent(NOW - 1, "well", name, "it is ready") for name in ("a", "b")]
-    assert last_minute([], both, NOW) == "1 s ago: a, b are well again."
-    assert last_minute([ended(5)], [], NOW) == "1 request ended, and none failed."
-    assert last_minute([], [], NOW) == "Nothing: no request ended, and no worker joined or left."
+    assert last_minute([], both, NOW, 0) == "1 s ago: a, b are well again."
+    refused = [ClusterEvent(NOW - n, "refused", "full", "1 request failed") for n in (1, 9)]
+    assert last_minute([], refused, NOW, 0) == "1 to 9 s ago: 1 request failed (full, 2 times)."
+    opened = RequestRecord("o", "chat", Timeline(), created=NOW - 3)
+    early = ended(60.5)
+    assert last_minute([ended(5), opened, early], [], NOW, 3) == (
+        "2 requests arrived, 3 got the first token, and 2 ended; none failed."
+    )
+    assert last_minute([opened], [], NOW, 0) == (
+        "1 request arrived, 0 got the first token, and 0 ended; none failed."
+    )
+    assert last_minute([], [], NOW, 0) == (
+        "Nothing: no request came or ended, and no worker joined or left."
+    )
 
 
 def test_a_kill_is_told_first_with_what_became_of_its_requests() -> None:
     kill = [ClusterEvent(NOW - 1, "ended", "decode-1", "was ended by SIGKILL")]
     rows = [WorkerRow("decode-1", "decode", "loading")]
-    told = last_minute([ended(5)], kill, NOW, {"decode-1": 3}, rows).splitlines()
+    told = last_minute([ended(5)], kill, NOW, 0, {"decode-1": 3}, rows).splitlines()
     assert told == [
         "1 s ago decode-1 was killed (SIGKILL); 3 of its requests moved to other workers, and 0"
         " were lost; it restarts.",
-        "1 request ended, and none failed.",
+        "1 request arrived, 0 got the first token, and 1 ended; none failed.",
     ]
     moves = ClusterEvent(
         NOW - 1, "migrated", "decode-1", "5 requests moved as this worker was lost"
@@ -231,19 +269,19 @@ def test_a_kill_is_told_first_with_what_became_of_its_requests() -> None:
     failed = ended(5, WorkerLost("gone"))
     failed.facts = {"decode_worker": "decode-1"}
     rows = [WorkerRow("decode-1", "decode", "ready")]
-    assert last_minute([failed], [*kill, *gone], NOW, {}, rows).splitlines() == [
+    assert last_minute([failed], [*kill, *gone], NOW, 0, {}, rows).splitlines() == [
         "1 s ago decode-1 was killed (SIGKILL); 5 of its requests moved to other workers, and 1 was"
         " lost; it is ready again.",
-        "1 request ended, and 1 of them failed: 1 worker_lost.",
+        "1 request arrived, 0 got the first token, and 1 ended; 1 of these failed: 1 worker_lost.",
     ]
-    assert last_minute([], gone[1:], NOW) == "2 s ago decode-1 was lost."
+    assert last_minute([], gone[1:], NOW, 0) == "2 s ago decode-1 was lost."
     note = "started 1 s ago; its previous process was ended by SIGKILL"
     rows = [WorkerRow("decode-1", "decode", "loading", note)]
-    assert last_minute([], gone[:1], NOW, {}, rows).splitlines() == [
+    assert last_minute([], gone[:1], NOW, 0, {}, rows).splitlines() == [
         "1 s ago decode-1 was killed (SIGKILL); 5 of its requests moved to other workers, and 0"
         " were lost; it restarts."
     ], "the move is known before the end of the process"
-    assert last_minute([], [], NOW, {"decode-1": 2}, rows) == (
+    assert last_minute([], [], NOW, 0, {"decode-1": 2}, rows) == (
         "1 s ago decode-1 was killed (SIGKILL); 2 of its requests moved to other workers, and 0"
         " were lost; it restarts."
     ), "no event has been read yet"
@@ -252,8 +290,9 @@ def test_a_kill_is_told_first_with_what_became_of_its_requests() -> None:
 def test_the_verdict_names_pools_that_lack_workers_and_slow_first_tokens() -> None:
     rows = [WorkerRow(f"decode-{n}", "decode", "ready") for n in range(3)]
     rows += [WorkerRow("prefill-0", "prefill", "draining"), WorkerRow("prefill-9", "x", "stopped")]
-    assert verdict(rows, QUICK, is_well=True) == ""
-    assert verdict(rows, SLOW, is_well=True) == (
+    none = NO_BOTTLENECK
+    assert verdict(rows, QUICK, none, is_well=True) == ""
+    assert verdict(rows, SLOW, none, is_well=True) == (
         "All workers are ready, but first tokens are slow: 1 of 3 in the last minute took longer"
         " than the target of 2 s (median 200 ms, slowest 4.0 s)."
     )
@@ -261,76 +300,126 @@ def test_the_verdict_names_pools_that_lack_workers_and_slow_first_tokens() -> No
         "First tokens are slow: 1 of 3 in the last minute took longer than the target of 2 s"
         " (median 200 ms, slowest 4.0 s)."
     )
-    assert verdict(rows, SLOW, is_well=False) == slow, "the problem is not one of a worker"
-    assert verdict(rows, QUICK, is_well=False) == ""
+    assert verdict(rows, SLOW, none, is_well=False) == slow, "the problem is not one of a worker"
+    assert verdict(rows, QUICK, none, is_well=False) == ""
     rows[1] = WorkerRow("decode-1", "decode", "loading")
     degraded = "Degraded: 2 of 3 decode workers are ready."
-    assert verdict(rows, QUICK, is_well=False) == degraded
-    assert verdict(rows, SLOW, is_well=False) == f"{degraded} {slow}", "both are true"
+    assert verdict(rows, QUICK, none, is_well=False) == degraded
+    assert verdict(rows, SLOW, none, is_well=False) == f"{degraded} {slow}", "both are true"
+
+
+def test_the_verdict_has_the_cause_of_slow_first_tokens_and_the_longest_wait() -> None:
+    rows = [WorkerRow("decode-0", "decode", "ready")]
+    prefill = Bottleneck("prefill", "evidence")
+    assert verdict(rows, QUICK, prefill, is_well=True) == "", "a queue alone is not slow"
+    assert verdict(rows, SLOW, prefill, is_well=True).endswith(
+        "(median 200 ms, slowest 4.0 s). Prompts wait for prefill workers: one more prefill worker"
+        " would help most."
+    )
+    longer = replace(SLOW, waiting=Waiting(2, 2, 40.0))
+    assert verdict(rows, longer, NO_BOTTLENECK, is_well=True).endswith(
+        "slowest 4.0 s), and the oldest request without one has waited 40 s."
+    )
+    shorter = replace(SLOW, waiting=Waiting(2, 2, 3.0))
+    assert verdict(rows, shorter, NO_BOTTLENECK, is_well=True).endswith("slowest 4.0 s).")
+    stuck = replace(NOTHING, waiting=Waiting(2, 2, 40.0))
+    assert verdict(rows, stuck, NO_BOTTLENECK, is_well=True) == (
+        "All workers are ready, but first tokens are slow: the oldest request without one has"
+        " waited 40 s."
+    )
 
 
 def test_one_more_decode_worker_shortens_steps_of_full_workers() -> None:
-    busy = [worker(f"decode-{n}", num_running=6, num_waiting=1) for n in range(2)]
-    assert one_more_decode(busy) == (
-        "A decode step, which is a part of the time between tokens, would take 30 ms instead of"
-        " 40 ms, because each worker would run 4.0 requests instead of 6.0, if the new worker has"
-        " processor cores or a GPU of its own."
-        " 2 requests in the queues of decode workers could start. Room for KV in the decode pool"
+    load = {"num_running": 8, "num_prefilling": 2, "num_waiting": 1}
+    busy = [worker(f"decode-{n}", **load) for n in range(2)]
+    assert one_more_decode(busy, NO_BOTTLENECK, (), 60.0) == (
+        "A decode step would be about 25% shorter, with 4.0 decoding requests at each decode worker"
+        " instead of 6.0, if the new worker has processor cores or a GPU of its own. The 60 ms"
+        " between tokens, the last minute's median, would be 45 ms at best."
+        " 2 requests queued at decode workers could start. Room for KV in the decode pool"
         " would grow by 50%, from 3,200 to about 4,800 tokens."
     )
+    assert "between tokens" not in one_more_decode(busy, NO_BOTTLENECK)
+    told = one_more_decode([worker("decode-0", num_running=1)], NO_BOTTLENECK, (), 60.0)
+    assert told.startswith("The time between tokens would hardly change, with 0.5 decoding")
 
 
-def test_the_bottleneck_is_named() -> None:
+def test_the_bottleneck_is_named_first() -> None:
     known = [worker("decode-0", num_running=1), worker("prefill-0")]
-    told = one_more_decode(known, queued_s={"prefill": 3.5, "decode": 0.0})
-    assert told.startswith("The time between tokens would hardly change: a decode step, which")
-    assert "queued prompts took 3.5 s at each prefill worker and 0.0 s at each decode" in told
-    assert (
-        "The bottleneck is prefill: a prefill worker would help more than a decode worker." in told
+    prefill = bottleneck_of(known, [], {"prefill": 3.5, "decode": 1.25}, NOW)
+    told = one_more_decode(known, prefill)
+    assert told.startswith(
+        "Little for first tokens: the bottleneck is prefill, and one more prefill worker would help"
+        " more. "
     )
-    told = one_more_decode(known, queued_s={"prefill": 0.0, "decode": 2.8})
-    assert "0.0 s at each prefill worker and 2.8 s at each decode worker, on average." in told
-    assert "The bottleneck is decode: one more decode worker would take over 50% of the" in told
+    assert (
+        "A new prompt waits behind others: by the workers' estimates, for 3.5 s at a prefill"
+        " worker, or 1.2 s at a decode worker that computes it itself (means of the last minute)."
+        in told
+    )
+    decode = bottleneck_of(known, [], {"prefill": 0.0, "decode": 2.8}, NOW)
+    assert one_more_decode(known, decode).startswith(
+        "First tokens would come sooner: the bottleneck is decode, and the new worker would take"
+        " over 50% of the decode workers' prompts. "
+    )
+    assert (
+        decode.cause == "Prompts wait for decode workers: one more decode worker would help most."
+    )
 
 
 def test_prompts_that_waited_for_decode_workers_count() -> None:
     known = [worker("decode-0"), worker("prefill-0")]
     waited = request(4000.0, prefill_worker="", stages_ms={"queue": 2800.0, "prefill": 1200.0})
-    told = one_more_decode(known, [waited], now=NOW)
-    assert "waited 0.0 s for a prefill worker or 2.8 s for a decode worker" in told
-    assert "The bottleneck is decode: one more decode worker would take over 50%" in told
-    assert "a prompt waited only 20 ms for its worker, on average." in one_more_decode(
-        known, [request(80.0)], now=NOW
+    found = bottleneck_of(known, [waited], {}, NOW)
+    assert found == Bottleneck(
+        "decode",
+        "In the last minute, a prompt that a prefill worker computed waited 0.0 s, on average, and"
+        " one that a decode worker computed itself 2.8 s.",
+    )
+    short = bottleneck_of(known, [request(80.0)], {}, NOW)
+    assert (short.role, short.cause) == ("", "")
+    assert one_more_decode(known, short).startswith(
+        "Little for first tokens: in the last minute, a prompt waited only 20 ms for its worker,"
+        " on average. "
     )
 
 
 def test_a_queue_of_a_moment_does_not_change_the_answer() -> None:
     quiet = [worker("decode-0"), worker("prefill-0")]
     burst = [worker("decode-0"), worker("prefill-0", queued_tokens=9000, queued_s=0.6)]
-    told = [one_more_decode(known, [request(80.0)], now=NOW) for known in (quiet, burst)]
+    told = [bottleneck_of(known, [request(80.0)], {}, NOW) for known in (quiet, burst)]
     assert told[0] == told[1]
 
 
 def test_the_stages_of_all_requests_of_the_last_minute_count() -> None:
     older = [request(400.0, 40.0, stages_ms={"queue": 400.0})] * 9
-    assert "is computing prompts" in slow([request(80.0)], QUICK, NOW)
+    assert "75% of that is prefill" in slow([request(80.0)], QUICK, NOW)
     assert "98% of that is waiting in queues" in slow([request(80.0)], QUICK, NOW, older)
 
 
-def test_a_decode_worker_that_comes_back_has_the_same_effect() -> None:
-    rows = [WorkerRow("decode-1", "decode", "loading"), WorkerRow("decode-0", "decode", "ready")]
-    back = "decode-1 is starting, which has the same effect."
-    assert one_more_decode([worker("decode-0")], (), rows).startswith(back)
-    assert one_more_decode([], (), rows) == f"Requests would be served. {back}"
+def test_figures_are_for_the_workers_that_come_back() -> None:
+    rows = [WorkerRow(f"decode-{n}", "decode", "loading") for n in (1, 2)]
+    rows.append(WorkerRow("decode-0", "decode", "ready"))
+    back = "decode-1, decode-2 are starting: the figures are for 3 decode workers instead of 1."
+    told = one_more_decode([worker("decode-0", num_running=6)], NO_BOTTLENECK, rows)
+    assert told.startswith(back)
+    assert "with 2.0 decoding requests at each decode worker instead of 6.0" in told
+    assert told.endswith("would grow by 200%, from 1,600 to about 4,800 tokens.")
+    prefill = Bottleneck("prefill", "evidence")
+    verdict_first = one_more_decode([worker("decode-0")], prefill, rows[1:])
+    assert "help more. decode-2 is starting: the figures are for 2 decode workers" in verdict_first
+    assert one_more_decode([], NO_BOTTLENECK, rows[:1]) == (
+        "Requests would be served. decode-1 is starting."
+    )
 
 
 @pytest.mark.parametrize(
     ("known", "told"),
     [
-        ([], "Requests would be served. None is ready now."),
-        ([worker("prefill-0")], "Requests would be served. None is ready now."),
+        ([], "Requests would be served. No decode worker is ready now."),
+        ([worker("prefill-0")], "Requests would be served. No decode worker is ready now."),
         (
-            [worker("decode-0")],
+            [worker("decode-0", num_running=2, num_prefilling=2)],
             "The time between tokens would not change: no request is decoding now.",
         ),
         (
@@ -340,4 +429,4 @@ def test_a_decode_worker_that_comes_back_has_the_same_effect() -> None:
     ],
 )
 def test_one_more_decode_worker_where_little_is_known(known: list[KnownWorker], told: str) -> None:
-    assert one_more_decode(known).startswith(told)
+    assert one_more_decode(known, NO_BOTTLENECK).startswith(told)

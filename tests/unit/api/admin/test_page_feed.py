@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,13 @@ async def test_the_charts_end_with_the_step_that_has_not_ended(fed: SimulatedRou
     fed.metrics.on_first_token(3.0, 2.0)
     fed.feed.sample(NOW)
     fed.metrics.on_first_token(11.8, 2.0)
-    fed.put("decode-0", num_running=5, num_waiting=1, num_pulls=2)
+    fed.put("decode-0", num_running=5, num_prefilling=1, num_waiting=1, num_pulls=2)
     with fed.feed.viewing() as viewer:
         await fed.feed.look(NOW + 1)
         full = (await next_of(viewer))[1]
-        names = ("running", "waiting", "ttft_p50_ms", "ttft_max_ms")
-        assert [full["step"][name] for name in names] == [5, 1, 11_800, 11_800]
-        assert [full["figures"][name] for name in names] == [5, 1, 3000, 11_800]
+        names = ("decoding", "in_prefill", "queued", "ttft_p50_ms", "ttft_max_ms")
+        assert [full["step"][name] for name in names] == [4, 3, 1, 11_800, 11_800]
+        assert [full["figures"][name] for name in names] == [4, 3, 1, 3000, 11_800]
         assert set(full["step"]) <= set(full["sample_columns"])
         fed.feed.sample(NOW + 2)
         await fed.feed.look(NOW + 2)
@@ -140,7 +141,37 @@ async def test_tiles_and_charts_sum_over_the_same_workers(fed: SimulatedRouter) 
         await fed.feed.look(NOW + 1)
         full = (await next_of(viewer))[1]
         sample = dict(zip(full["sample_columns"], full["samples"][-1], strict=True))
-        assert sample["running"] == full["figures"]["running"] == 2
+        assert sample["decoding"] == full["figures"]["decoding"] == 2
+
+
+async def test_the_tile_the_boxes_and_the_words_have_the_same_requests(
+    fed: SimulatedRouter,
+) -> None:
+    """A request counts once: at its decode worker, or in the router before a worker has it."""
+    fed.put("decode-0", num_running=5, num_prefilling=2, num_waiting=1, num_pulls=4)
+    fed.put("decode-1", num_running=3, num_pulls=1)
+    fed.put("prefill-0", num_waiting=3, num_leases=5)  # the prompts of the five pulls
+    now = time.time()
+    fed.generator.requests.open(RequestRecord("r1", "chat", Timeline(), created=now - 9))
+    ended = RequestRecord("r2", "chat", Timeline())
+    fed.generator.requests.open(ended)
+    ended.outcome = "stop"
+    ended.end()
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(now)
+        full = (await next_of(viewer))[1]
+    names = ("decoding", "in_prefill", "queued")
+    figures = [full["figures"][name] for name in names]
+    assert figures == [6, 7, 2], "15 open requests: 14 at workers, and 1 in the router"
+    columns = [WORKER_COLUMNS.index(name) for name in names]
+    rows = full["workers"]
+    boxes = [sum(rows[f"decode-{n}"][column] for n in range(2)) for column in columns]
+    assert boxes == [6, 7, 1], "the tile without the router's request"
+    assert full["answers"]["slow"].startswith(
+        "9 requests are in prefill or queued now; the oldest without a token has waited 9 s."
+    )
+    phases = {request["id"]: request["phase"] for request in full["requests"]}
+    assert phases == {"r1": "router", "r2": ""}
 
 
 def _change(fed: SimulatedRouter, worker_id: str, **changes: Any) -> None:
@@ -356,7 +387,7 @@ async def test_the_answers_are_sent_once_until_one_changes(fed: SimulatedRouter)
     with fed.feed.viewing() as viewer:
         await fed.feed.look(NOW)
         answers = (await next_of(viewer))[1]["answers"]
-        assert answers["kv"].startswith("50% is in use by running requests")
+        assert answers["kv"].startswith("50% is in use by open requests")
         await fed.feed.look(NOW + 1)
         assert "answers" not in (await next_of(viewer))[1]
         fed.put("decode-0", blocks_used=60)

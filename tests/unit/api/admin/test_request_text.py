@@ -87,7 +87,8 @@ def test_a_wait_for_shared_blocks_is_no_wait_for_a_worker() -> None:
 def test_computing_says_how_much_where_and_beside_what() -> None:
     usage = {"prompt_tokens": 1538, "cached_tokens": 128, "completion_tokens": 8}
     mine = request(usage=usage, prefill_worker="", stages_ms={"prefill": 950.0, "queue": 1.0})
-    told = "950 ms computing 1,410 of 1,538 prompt tokens on decode-1"
+    told = "950 ms in prefill on decode-1, which computed 1,410 of 1,538 prompt tokens itself,"
+    told += " without a prefill worker"
     assert longest_stage(mine, []) == told
     beside = computed("a", 0.0, 10, prefill_worker="", decode_worker="decode-1")
     assert longest_stage(mine, [mine, beside]) == f"{told}, beside 1 other prompt"
@@ -120,8 +121,12 @@ def test_a_wait_says_behind_how_many_tokens() -> None:
         "1.9 s waiting for prefill-0 behind 9,200 prompt tokens, which computed 1 longer prompt"
     )
     mine = request(tokens_ahead=1, stages_ms={"prefill": 950.0})
-    told = "950 ms computing 100 prompt tokens on prefill-0, and after 1 token of earlier prompts"
+    told = "950 ms in prefill on prefill-0, which computed 100 prompt tokens, behind 1 token of"
+    told += " earlier prompts"
     assert longest_stage(mine, []) == told
+    assert (
+        longest_stage(mine, [mine, computed("a", 0.0, 10)]) == f"{told} and beside 1 other prompt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +160,7 @@ def test_the_choice_of_the_computing_worker_has_both_predictions() -> None:
 def test_stages_before_a_move_name_the_workers_before_it() -> None:
     moved = {"decode_worker": "decode-2", "prefill_worker": "", "moves": 1, "workers_lost": 1}
     told = longest_stage(request(stages_ms={"prefill": 950.0}, **moved), [])
-    assert told == "950 ms computing 100 prompt tokens on decode-1"
+    assert told.startswith("950 ms in prefill on decode-1, which computed 100 prompt tokens itself")
     assert longest_stage(request(stages_ms={"move": 950.0}, **moved), []) == (
         "950 ms without a token, while the request moved from decode-1 to decode-2, because 1"
         " worker was lost"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from tandem.cluster.launch.activity import Activity, traffic_line
+from tandem.common.worker_load import WorkerLoad
 from tandem.net.store.cluster_event import ClusterEvent
 from tandem.net.store.traffic import Traffic
 from tests.unit.cluster.launch.test_screen import decode_worker
@@ -43,10 +46,14 @@ def test_refusals_and_markup_are_shown_as_they_are() -> None:
 
 def test_a_line_of_traffic_has_rates_and_is_empty_without_traffic() -> None:
     before = {"router-0": Traffic(5, 100, 0, 50), "router-1": Traffic(9, 900, 9, 900)}
-    now = {"router-0": Traffic(7, 1100, 500, 250, 3, 1), "router-1": Traffic(1, 10, 0, 10)}
-    records = [decode_worker("torch")]
+    now = {"router-0": Traffic(7, 1100, 500, 250, 1), "router-1": Traffic(1, 10, 0, 10)}
+    idle = decode_worker("torch")
+    load = WorkerLoad(num_running=5, num_prefilling=2, num_waiting=1, num_pulls=4)
+    busy = msgspec.structs.replace(idle, load=load)
+    records = [busy, msgspec.structs.replace(busy, role="prefill")]
     assert traffic_line(before, now, 10.0, records) == (
-        "[dim]requests: 3 finished, 3 running, 1 waiting; tokens/s: 101 in, 21 out; KV 0% used; "
-        "50% of the prompts cached[/]"
+        "[dim]requests: 3 finished, 3 decoding, 8 in prefill or queued; tokens/s: 101 in, "
+        "21 out; KV 0% used; 50% of the prompts cached[/]"
     )
-    assert traffic_line(before, before, 10.0, records) == ""
+    assert traffic_line(before, before, 10.0, [idle]) == ""
+    assert "1 in prefill or queued" in traffic_line({}, {"r": Traffic(num_in_router=1)}, 10.0, [])

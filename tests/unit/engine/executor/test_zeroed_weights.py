@@ -15,8 +15,11 @@ from transformers import PreTrainedModel
 
 from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.triton.products import packed_weight, project
 from tandem.engine.executor.weights.decoder_weights import LayerWeights, Linear, Mlp, ModelWeights
+from tandem.engine.executor.weights.load import load_weights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.gguf.tensors import GgufBlocks
 from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
@@ -202,6 +205,37 @@ def test_log_probabilities_are_transformers(
 ) -> None:
     found = logprobs_of(checkpoint.path, **settings)
     torch.testing.assert_close(found, expected_logprobs(checkpoint.model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_triton_multiplies_them_as_they_are(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """q, k and v are one matrix, unless their inputs are in other orders."""
+    folder = read_folder(checkpoint.path)
+    weights = load_weights(
+        folder.weight_files,
+        folder.config,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        kept_for="triton",
+    )
+    stored = checkpoint.model.state_dict()
+    attention = "model.layers.1.self_attn"
+    layer = weights.layers[1]
+    has_orders = (
+        isinstance(blocks := layer.qkv[0].blocks, PackedGroups) and blocks.order is not None
+    )
+    assert len(layer.qkv) == (3 if has_orders else 1)
+    x = torch.randn(5, folder.config.hidden_size, generator=forms.CHANCE).to(dtype)
+    qkv = torch.cat([stored[f"{attention}.{part}_proj.weight"] for part in "qkv"])
+    for parts, wanted in (
+        (layer.qkv, qkv),
+        ((layer.attention_out,), stored[f"{attention}.o_proj.weight"]),
+    ):
+        assert all(part.blocks is not None and packed_weight(part.blocks) for part in parts)
+        expected = x.float() @ wanted.to(dtype).float().t()
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        found = project(x, parts).float()
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_the_native_kernels_round_activations_alone(checkpoint: Checkpoint) -> None:

@@ -33,6 +33,7 @@ from tandem_kernels.triton import (
     blocks,
     decode_attention,
     edits,
+    expert_choice,
     grouped_linear,
     latent_cache,
     latent_decode,
@@ -59,6 +60,7 @@ NUM_WARPS = {
     "_measure": logprobs.NUM_WARPS,
     "_shrink": lora.NUM_WARPS,
     "_expand": lora.NUM_WARPS,
+    "_choose_experts": expert_choice.NUM_WARPS,
 }
 
 PAGED = {"queries": "*bf16", "kv": "*bf16", "block_tables": "*i32", "context_lens": "*i32"}
@@ -71,14 +73,45 @@ GPT_OSS = LLAMA3 | {"WINDOW": 128, "GROUP_SIZE": 8, "HEAD_DIM": 64, "BLOCK_D": 6
 GPT_OSS |= {"HAS_SINKS": True}
 MISTRAL = LLAMA3 | {"WINDOW": 4096}
 GEMMA2 = MISTRAL | {"CAP": 72.0, "GROUP_SIZE": 2, "HEAD_DIM": 256, "BLOCK_D": 256}
-MIXTRAL = {"NUM_OUT": 28672, "NUM_IN": 4096, "NUM_EXPERTS": 8, "SLOTS_OF_ROW": 2}
-MIXTRAL |= {"COLUMNS": 64, "INPUTS": 64}
+# Products with quantized weights: types of the numbers, scales and mins, and constants.
+WEIGHTS = {"HAS_ZEROS": False, "HAS_MINS": False, "HAS_BLOCKS": False, "HAS_BIAS": True}
+WEIGHTS |= {"DEVICE": "card", "GROUP": 128, "ZERO": 0}
+PLAIN = ("*bf16", "*bf16", "*bf16", WEIGHTS | {"FORM": "plain", "GROUP": 1 << 30})
+# fp8 by the cards' instruction, and as bytes for cards before sm_89.
+FP8 = ("*fp8e4nv", "*fp32", "*fp32", WEIGHTS | {"FORM": "e4m3"})
+FP8_BYTES = ("*u8", *FP8[1:])
+MXFP4 = ("*u8", "*u8", "*u8", WEIGHTS | {"FORM": "mxfp4", "GROUP": 32})
+AWQ = ("*u8", "*fp16", "*fp16", WEIGHTS | {"FORM": "int4", "HAS_ZEROS": True})
+Q4_1 = ("*u8", "*fp16", "*fp16", WEIGHTS | {"FORM": "int4", "GROUP": 32, "HAS_MINS": True})
+Q4_K = ("*u8", "*u8", "*u8", Q4_1[3] | {"HAS_BLOCKS": True})
+Q5_K = (*Q4_K[:3], Q4_K[3] | {"FORM": "int5"})
+Q6_K = ("*u8", "*i8", "*i8", WEIGHTS | {"FORM": "int6", "GROUP": 16, "ZERO": 32})
+Q6_K[3]["HAS_BLOCKS"] = True
+Q8_0 = ("*i8", "*fp16", "*fp16", WEIGHTS | {"FORM": "int8", "GROUP": 32})
 
-PACKED = {"NUM_OUT": 28672, "NUM_IN": 4096, "HAS_BIAS": True}
-AWQ = {"NUM_GROUPS": 32, "HAS_NIBBLES": True, "HAS_ZEROS": True, "HAS_MINS": False, "INPUTS": 64}
-Q4_1 = AWQ | {"NUM_GROUPS": 128, "HAS_ZEROS": False, "HAS_MINS": True, "INPUTS": 32}
-Q8_0 = Q4_1 | {"HAS_NIBBLES": False, "HAS_MINS": False}
-DECODE, PREFILL = {"ROWS": 16, "COLUMNS": 32}, {"ROWS": 64, "COLUMNS": 64}
+
+def packed(
+    form: tuple[str, str, str, dict[str, Any]], rows: int, *, has_splits: bool = False
+) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """A linear layer with quantized weights."""
+    numbers, scales, mins, constants = form
+    types = {"x": "*bf16", "bias": "*bf16", "out": "*fp32" if has_splits else "*bf16"}
+    types |= {"numbers": numbers, "high": "*u8", "scales": scales, "zeros": "*u8", "mins": mins}
+    types |= dict.fromkeys(("block_scales", "block_mins"), "*fp16")
+    constants = constants | {"HAS_SPLITS": has_splits, "ROWS": rows}
+    return packed_linear._packed_linear, types, constants
+
+
+def grouped(
+    form: tuple[str, str, str, dict[str, Any]], rows: int
+) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """A linear layer of experts."""
+    _, types, constants = packed(form, rows)
+    types |= {"slots": "*i32", "experts": "*i32"}
+    constants = constants | {"NUM_EXPERTS": 8, "SLOTS_OF_ROW": 2}
+    del constants["HAS_SPLITS"]
+    return grouped_linear._grouped_linear, types, constants
+
 
 LATENTS = {"absorbed": "*bf16", "rotated": "*bf16", "kv": "*bf16", "scale": "fp32"}
 LATENTS |= {"block_tables": "*i32", "context_lens": "*i32"}
@@ -176,8 +209,9 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     ),
     (
         norm._add_rms_norm,
-        dict.fromkeys(("x", "delta", "weight", "out"), "*bf16") | {"eps": "fp32"},
-        {"HIDDEN": 4096, "COLUMNS": 4096, "HAS_DELTA": True},
+        dict.fromkeys(("x", "delta", "delta_weight", "weight", "out"), "*bf16") | {"eps": "fp32"},
+        {"HIDDEN": 4096, "COLUMNS": 4096, "HAS_DELTA": True, "HAS_DELTA_NORM": True}
+        | {"DELTA_MULTIPLIER": 0.22, "HAS_NORM": True},
     ),
     (
         activation._gated_mul,
@@ -189,21 +223,36 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         {"gate_up": "*bf16", "out": "*bf16"},
         {"INNER": 2048, "COLUMNS": 1024, "IS_SILU": False, "ALPHA": 1.702, "LIMIT": 7.0},
     ),
+    packed(FP8, 16, has_splits=True),
+    packed(FP8, 64),
+    packed(FP8_BYTES, 16),
+    packed(AWQ, 16),
+    packed(Q4_K, 16),
+    packed(Q6_K, 16),
+    grouped(MXFP4, 16),
+    grouped(MXFP4, 64),
+    grouped(PLAIN, 64),
     (
-        grouped_linear._grouped_linear,
-        dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
-        | {"slots": "*i32", "experts": "*i32"},
-        MIXTRAL | {"ROWS": 16, "HAS_BIAS": True},
+        packed_linear._add_splits,
+        {"sums": "*fp32", "bias": "*bf16", "out": "*bf16"},
+        {"HAS_BIAS": True, "COLUMNS": 1024},
     ),
-    *(
-        (
-            packed_linear._packed_linear,
-            dict.fromkeys(("x", "bias", "out"), "*bf16")
-            | {"numbers": "*u8" if form["HAS_NIBBLES"] else "*i8", "zeros": "*u8"}
-            | dict.fromkeys(("scales", "mins"), "*fp16"),
-            PACKED | form | size,
-        )
-        for form, size in ((AWQ, DECODE), (Q4_1, DECODE), (Q8_0, PREFILL))
+    (
+        grouped_linear._tile_by_expert,
+        {"experts": "*i64", "slots": "*i32", "tile_experts": "*i32"},
+        {"NUM_EXPERTS": 128, "BINS": 256, "TILE_ROWS": 16, "SLOTS": 1024},
+    ),
+    (
+        expert_choice._choose_experts,
+        {"logits": "*fp32", "correction": "*fp32", "chosen": "*i32", "shares": "*fp32"}
+        | {"scale": "fp32"},
+        {"NUM_EXPERTS": 256, "BINS": 256, "TOP_K": 8, "CHOICES": 8, "NUM_GROUPS": 8}
+        | {"TOP_GROUPS": 4, "IS_NORMALIZED": True, "HAS_CORRECTION": True},
+    ),
+    (
+        grouped_linear._mix,
+        {"parts": "*bf16", "shares": "*fp32", "shared": "*bf16", "out": "*bf16"},
+        {"TOP_K": 4, "HAS_SHARED": True, "COLUMNS": 1024},
     ),
     (
         blocks._move_words,
@@ -248,19 +297,11 @@ MORE_KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
         MISTRAL,
     ),
-    (
-        grouped_linear._grouped_linear,
-        dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
-        | {"slots": "*i32", "experts": "*i32"},
-        MIXTRAL | {"ROWS": 64, "HAS_BIAS": False},
-    ),
-    (
-        packed_linear._packed_linear,
-        dict.fromkeys(("x", "bias", "out"), "*bf16")
-        | {"numbers": "*u8", "zeros": "*u8"}
-        | dict.fromkeys(("scales", "mins"), "*fp16"),
-        PACKED | AWQ | PREFILL,
-    ),
+    packed(AWQ, 32, has_splits=True),
+    packed(FP8, 32),
+    *(packed(form, 64) for form in (FP8_BYTES, AWQ, Q4_1, Q4_K, Q5_K, Q8_0)),
+    *(packed(form, 128) for form in (FP8, FP8_BYTES, AWQ, Q4_K, Q6_K)),
+    *(grouped(form, 128) for form in (PLAIN, FP8, MXFP4, AWQ)),
 ]
 
 
@@ -349,7 +390,7 @@ def _compile(
     attrs = {
         (i,): aligned
         for i, name in enumerate(names)
-        if (signature[name].startswith("*") or name.startswith("stride"))
+        if (signature[name].startswith("*") or name.startswith(("stride", "num_in", "per_split")))
         and not function.params[i].do_not_specialize
         and not function.params[i].do_not_specialize_on_alignment
     }
@@ -401,6 +442,8 @@ def main() -> None:
     is_long = "-v" in sys.argv
     kernels = KERNELS if "-s" in sys.argv else KERNELS + MORE_KERNELS
     kernels = kernels + MORE_HEADS if is_long else kernels
+    # Cards before sm_89 have no instruction for numbers of fp8.
+    kernels = [k for k in kernels if arch >= 89 or "*fp8e4nv" not in k[1].values()]
     wrong = []
     for kernel, types, constants in kernels:
         compiled = compile_kernel(kernel, types, constants, arch, first_only=not is_long)

@@ -33,8 +33,18 @@ def test_copy_within_a_pool(device: torch.device) -> None:
     pool = random_pool(SHAPES[0], torch.float32, device)
     expected = pool.clone()
     expected[4], expected[1] = pool[0], pool[2]
-    copy(pool, torch.tensor([0, 2], device=device), torch.tensor([4, 1], device=device))
+    sources, targets = (torch.tensor(ids, device=device) for ids in ([0, 2], [4, 1]))
+    copy(pool, sources, pool, targets)
     assert torch.equal(pool, expected)
+
+
+def test_copy_to_another_pool(device: torch.device) -> None:
+    source = random_pool((7, 3000), torch.float32, device)  # more words than a program copies
+    target = torch.zeros((4, 3000), device=device)
+    sources, targets = (torch.tensor(ids, device=device) for ids in ([6, 1], [0, 3]))
+    copy(source, sources, target, targets)
+    assert torch.equal(target[targets], source[sources])
+    assert not target[1:3].any()
 
 
 def test_no_blocks(device: torch.device) -> None:

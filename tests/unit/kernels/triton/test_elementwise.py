@@ -44,6 +44,30 @@ def test_norm(num_rows: int, hidden: int, dtype: torch.dtype, device: torch.devi
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [8, 576])
+def test_norms_around_an_addition(hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, delta = (randn(3, hidden, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
+    weight, of_delta = (randn(hidden, dtype=dtype, device=device, seed=seed) for seed in (2, 3))
+    total = x + norm.rms_norm(delta, of_delta, EPS) * 0.22
+    sum_alone = x.clone()
+    more = {"delta_weight": of_delta, "delta_multiplier": 0.22}
+    assert_close(add_rms_norm(x, delta, weight, EPS, **more), norm.rms_norm(total, weight, EPS))
+    assert_close(x, total)
+    assert add_rms_norm(sum_alone, delta, None, EPS, **more) is sum_alone
+    assert_close(sum_alone, total)
+
+
+def test_norm_of_some_columns_in_place(device: torch.device) -> None:
+    x = randn(3, 20, dtype=torch.float32, device=device)
+    before = x.clone()
+    weight = randn(8, dtype=torch.float32, device=device, seed=2)
+    rms_norm(x[:, 5:13], weight, EPS, out=x[:, 5:13])
+    assert_close(x[:, 5:13], norm.rms_norm(before[:, 5:13], weight, EPS))
+    assert torch.equal(x[:, :5], before[:, :5])
+    assert torch.equal(x[:, 13:], before[:, 13:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "inner"), [(1, 4), (5, 1024), (2, 1537)])
 def test_activation(num_rows: int, inner: int, dtype: torch.dtype, device: torch.device) -> None:
     gate_up = 4 * randn(num_rows, 2 * inner, dtype=dtype, device=device)

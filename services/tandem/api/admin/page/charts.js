@@ -16,7 +16,7 @@ const DASH = [6, 3], DOT = [2, 2], DASH_DOT = [8, 3, 2, 3], LONG = [12, 4];
 // of. The colors are page.css's.
 const HEALTH = [
   ["Tokens/s", number(0), [["tokens_per_s", "generated", "text"]], "in the last 5 s"],
-  ["Requests", number(0), [["running", "running", "text"], ["waiting", "in queues", "queue", DOT]], "now"],
+  ["Requests", number(0), [["decoding", "decoding", "text"], ["in_prefill", "in prefill", "prefill", DASH], ["queued", "queued", "queue", DOT]], "now"],
   ["Time to first token", milliseconds, [["ttft_p50_ms", "median", "text"], ["ttft_max_ms", "slowest", "text", DASH]], "in the last minute"],
   ["Time between tokens", milliseconds, [["itl_p50_ms", "median", "text"], ["itl_p95_ms", "95%", "text", DASH]], "in the last minute"],
   ["Errors a second", number(1), [["errors_per_s", "failed", "bad"]], "in the last 5 s"],
@@ -164,7 +164,7 @@ function sample(name, dash) { // of a line, beside its name
 }
 
 function makeChart(isHealth, title, format, lines, when = "in the last 5 s") {
-  const figure = make("figure"), values = make("div", undefined, lines.length > 2 ? "values many" : "values"), box = make("div");
+  const figure = make("figure"), values = make("div", undefined, lines.length > 3 ? "values many" : "values"), box = make("div");
   const numbers = lines.map(([, name, tone, dash]) => {
     const value = make("b", "–"), label = make("span");
     label.append(value, " ", sample(tone, dash), name);

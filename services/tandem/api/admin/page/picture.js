@@ -1,8 +1,8 @@
 // The picture: routers, prefill and decode workers on a canvas, with moving blocks and streams.
 
-import {byId, color, count} from "./dom.js";
+import {byId, color} from "./dom.js";
 import {ordered, state} from "./feed.js";
-import {isIll} from "./workers.js";
+import {isIll, workInPicture} from "./workers.js";
 
 const BOXES_MAX = 12; // of a pool; more are drawn as small cells
 const FLIGHT_MS = 1400, PARTICLES_MAX = 300;
@@ -71,12 +71,7 @@ function tone(worker, id) {
 
 function told(worker) {
   if (!worker) return "";
-  if (worker.state !== "ready") return worker.state;
-  const prompts = worker.queued_tokens ? `, ${count(worker.queued_tokens)} prompt tokens to compute` : "";
-  const ofPrefill = prompts ? prompts.slice(2) : worker.leases ? `KV of ${count(worker.leases)} held for a pull` : "idle";
-  if (worker.role === "prefill") return ofPrefill;
-  const parts = [[worker.running, "running"], [worker.waiting, "waiting"], [worker.pulls, "awaiting KV"]];
-  return parts.filter(([number]) => number).map(([number, what]) => `${number} ${what}`).join(", ") || "idle";
+  return worker.state === "ready" ? workInPicture(worker) : worker.state;
 }
 
 function drawWorker(id, worker, at) {

@@ -8,17 +8,22 @@ const SHOWN_FIRST = 8, KEPT_MAX = 50;
 // to first token. Stages of one color are one thing to a reader.
 const STAGES = [
   ["tokenize", "router", "tokenizing"], ["route", "router", "choosing workers"], ["queue", "queue", "waiting in queues"],
-  ["prefill", "prefill", "computing the prompt"], ["retry", "move", "starting again"], ["wire", "router", "sending messages"],
+  ["prefill", "prefill", "prefill"], ["retry", "move", "starting again"], ["wire", "router", "sending messages"],
   ["transfer_exposed", "kv", "waiting for KV blocks"], ["first_decode", "decode", "computing the second token"],
   ["move", "move", "moving to another worker"],
 ];
 const LEGEND = [
-  ["queue", "waiting in queues"], ["prefill", "computing the prompt"], ["kv", "waiting for KV blocks"],
+  ["queue", "waiting in queues"], ["prefill", "prefill: the prompt is computed, or waits behind others"], ["kv", "waiting for KV blocks"],
   ["decode", "computing the second token"], ["router", "the router and the network"], ["move", "starting again or moving"], ["rest", "no token yet"],
 ];
 const WELL = new Set(["stop", "length", "cancelled", "running"]);
 const OUTCOMES = {
-  stop: "ended (stop)", length: "ended at its token limit (length)", cancelled: "cancelled by its client", running: "running",
+  stop: "ended (stop)", length: "ended at its token limit (length)", cancelled: "cancelled by its client",
+};
+// Where an open request is (log.py), in the words of the tile.
+const PHASES = {
+  router: () => "in the router", queued: () => "queued in the router", prefill: w => `in prefill or queued at ${w}`,
+  moved: w => `moved, in prefill or queued at ${w}`, decoding: w => `decoding at ${w}`,
 };
 
 const isWaiting = request => request.ttft_ms === null && request.outcome === "running";
@@ -57,13 +62,14 @@ function way(request) {
   if (!decode) return "";
   const pulled = blocks ? `, which pulled ${count(blocks)} KV blocks over ${request.transport}` : "";
   const moved = moves ? `; moved ${count(moves)} ${moves === 1 ? "time" : "times"}, to ${last}` : "";
-  if (request.ttft_ms === null) return `Sent to ${last}.`;
+  if (request.ttft_ms === null) return `Sent to ${last}, which computes the prompt or lets a prefill worker compute it.`;
   return prefill ? `Prompt on ${prefill}, tokens on ${decode}${pulled}${moved}.` : `Prompt and tokens on ${decode}${moved}.`;
 }
 
 function shown(request) {
   const item = make("li"), about = make("div"), time = make("div"), why = make("div");
-  const outcome = make("div", OUTCOMES[request.outcome] ?? `failed: ${request.outcome}`, WELL.has(request.outcome) ? "" : "bad");
+  const told = PHASES[request.phase]?.(request.decode_worker) ?? OUTCOMES[request.outcome] ?? `failed: ${request.outcome}`;
+  const outcome = make("div", told, WELL.has(request.outcome) ? "" : "bad");
   const cached = request.cached_tokens ? ` (${count(request.cached_tokens)} cached)` : "";
   const name = make("strong", `${clock(request.created)} ${request.kind}`);
   name.title = request.id;

@@ -60,11 +60,18 @@ function showLevel(level, share, text) {
 const tierText = (name, held, total, share) =>
   name === "store" ? `store ${count(held)} known` : `${name} ${Math.round(100 * share)}% of ${count(total)}`;
 
-function work(w) {
-  const parts = [[w.running, "running"], [w.waiting, "waiting"], [w.pulls, "awaiting KV"], [w.leases, w.leases === 1 ? "lease" : "leases"]];
-  parts.push([w.queued_tokens, "prompt tokens to compute"]);
-  return parts.filter(([number]) => number).map(([number, what]) => `${count(number)} ${what}`).join(", ") || "idle";
+const listed = parts => parts.filter(([number]) => number).map(([number, what]) => `${count(number)} ${what}`).join(", ") || "idle";
+
+// A request belongs to its decode worker, so a prefill worker has prompts and no requests.
+const requestsOf = w => (w.role === "prefill" ? [] : [[w.decoding, "decoding"], [w.in_prefill, "in prefill"], [w.queued, "queued"]]);
+const promptsOf = w => [[w.queued_tokens, "prompt tokens to compute"]];
+
+export function workInPicture(w) {
+  if (w.role !== "prefill") return listed(requestsOf(w));
+  return w.leases && !w.queued_tokens ? `KV of ${count(w.leases)} held for a pull` : listed(promptsOf(w));
 }
+
+const work = w => listed([...requestsOf(w), [w.leases, w.leases === 1 ? "lease" : "leases"], ...promptsOf(w)]);
 
 function fill(cells, [id, w]) {
   const ill = isIll(w), other = w.role === "prefill" ? "decode" : "prefill";

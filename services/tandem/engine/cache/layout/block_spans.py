@@ -46,6 +46,11 @@ class BlockSpans:
 
     def num_bytes(self, block_ids: Iterable[int]) -> int:
         """Returns the total bytes of these blocks. Raises ValueError for an unknown id."""
+        if len(self.pools) == 1:  # no Python loop over the blocks of a long prompt
+            block_ids = list(block_ids)
+            num_blocks, size = self.pools[0]
+            if not block_ids or (min(block_ids) >= 0 and max(block_ids) < num_blocks):
+                return len(block_ids) * size
         return sum(span.stop - span.start for span in map(self.span, block_ids))
 
     def count(self, block_ids: Sequence[int], num_bytes: int) -> int | None:

@@ -21,6 +21,7 @@ class PoolBytes:
 
     def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
         self._memory = kv.view(-1).view(torch.uint8)
+        self._device = kv.device
         self._spans = layout.spans
         assert self._memory.numel() == self._spans.memory_bytes
 
@@ -31,6 +32,14 @@ class PoolBytes:
     def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
         """Copies `data`, the concatenated bytes of these blocks, into the pools. Raises
         InternalError if the size does not match."""
+        raise NotImplementedError
+
+    def read_probe(self, num_bytes: int) -> memoryview:
+        """Returns zero bytes that were copied from the pools' device, as `read` copies blocks."""
+        raise NotImplementedError
+
+    def write_probe(self, data: bytes | memoryview) -> None:
+        """Copies `data` to the pools' device, as `write` does, but not into a pool."""
         raise NotImplementedError
 
     def _pairs(
@@ -73,6 +82,12 @@ class HostPoolBytes(PoolBytes):
         for span, place in pairs:
             self._host[span] = rows[place]
 
+    def read_probe(self, num_bytes: int) -> memoryview:
+        return memoryview(bytes(num_bytes))
+
+    def write_probe(self, data: bytes | memoryview) -> None:
+        np.frombuffer(data, np.uint8).copy()
+
 
 class PinnedPoolBytes(PoolBytes):
     """Pools on a device, copied through pinned host memory at the speed of the bus.
@@ -86,7 +101,7 @@ class PinnedPoolBytes(PoolBytes):
         staging = self._staging(self._spans.num_bytes(block_ids))
         for span, place in self._pairs(block_ids):
             staging[place].copy_(self._memory[span], non_blocking=True)
-        torch.cuda.current_stream(self._memory.device).synchronize()
+        torch.cuda.current_stream(self._device).synchronize()
         return staging.numpy().data.cast("B")
 
     def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
@@ -95,6 +110,16 @@ class PinnedPoolBytes(PoolBytes):
         np.copyto(staging.numpy(), np.frombuffer(data, np.uint8))
         for span, place in pairs:
             self._memory[span].copy_(staging[place], non_blocking=True)
+
+    def read_probe(self, num_bytes: int) -> memoryview:
+        staging = self._staging(num_bytes)
+        staging.copy_(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
+        return staging.numpy().data.cast("B")
+
+    def write_probe(self, data: bytes | memoryview) -> None:
+        staging = self._staging(len(data))
+        np.copyto(staging.numpy(), np.frombuffer(data, np.uint8))
+        staging.to(self._device, non_blocking=True)
 
     def _staging(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

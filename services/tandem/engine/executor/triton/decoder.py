@@ -1,27 +1,25 @@
 """The decoder of torch/decoder.py with Triton kernels that fuse several operations:
 
-    operation              computed by
-    x += delta; norm(x)    one kernel. `delta` is the output of the preceding attention or MLP.
-    q, k, v                one product (`_product`)
-    attention              attention.py, or latent.py for latent attention
-    silu(gate) * up        one kernel
-    experts                experts.py
-
-Norms after attention and the MLP, and norms over all heads together, are separate kernels.
+    operation                    computed by
+    x += norm(delta); norm(x)    one kernel. `delta` is the output of the preceding attention or
+                                 MLP, which some models normalize.
+    q, k, v                      one product (products.py)
+    attention                    attention.py, or latent.py for latent attention
+    silu(gate) * up              one kernel
+    experts                      experts.py
 
 The decoder only creates views and launches kernels. It never waits for the device, so a CUDA graph
 can record a step.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from torch.nn.functional import linear
 
 from tandem.engine.cache.layout.kv_groups import layer_places
 from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.torch.decoder import (
-    choose,
     embedding_multiplier,
     final_logits,
     gathered_heads,
@@ -33,6 +31,7 @@ from tandem.engine.executor.triton.attention import HeadAttention, LayerStep
 from tandem.engine.executor.triton.experts import StackedExperts
 from tandem.engine.executor.triton.inputs import StepViews
 from tandem.engine.executor.triton.latent import LatentAttention
+from tandem.engine.executor.triton.products import product, project
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
     LayerWeights,
@@ -40,15 +39,14 @@ from tandem.engine.executor.weights.decoder_weights import (
     Mlp,
     ModelWeights,
 )
-from tandem.engine.executor.weights.expand import embedded, pieces
-from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
+from tandem.engine.executor.weights.expand import embedded
 from tandem.models.config.experts import Experts
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.triton.activation import gated_mul
+from tandem_kernels.triton.expert_choice import choose_experts
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
-from tandem_kernels.triton.packed_linear import can_multiply, packed_linear
 
 
 def _nothing() -> None:
@@ -66,7 +64,10 @@ class TritonDecoder:
         """`config` is the whole model's. `weights` is the share of one of `ranks`."""
         self._config = config = ranks.share.config(config)
         self._ranks = ranks
-        self._weights = weights = weights.loaded()
+        self._experts: list[StackedExperts | None] = []
+        self._weights = weights = replace(
+            weights, layers=tuple(map(self._with_stacked_experts, weights.layers))
+        )
         self._attention: HeadAttention | LatentAttention = (
             HeadAttention(config, max_model_len)
             if config.latent is None
@@ -76,10 +77,6 @@ class TritonDecoder:
         device = weights.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
-        self._experts = [
-            StackedExperts.of(layer.mlp) if isinstance(layer.mlp, ExpertWeights) else None
-            for layer in weights.layers
-        ]
         clamp = config.gate_clamp
         self._clamp = (clamp.alpha, clamp.limit) if clamp else None
         self._embedding_multiplier = embedding_multiplier(config, weights.embedding.dtype)
@@ -102,7 +99,6 @@ class TritonDecoder:
         when this rank has also heard from all others after theirs.
         """
         specs = self._config.layers
-        eps = self._config.rms_norm_eps
         angles = {
             rope: rotary_angles(step.positions, *tables)
             for rope, tables in self._frequencies.items()
@@ -113,9 +109,10 @@ class TritonDecoder:
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         delta: torch.Tensor | None = None
+        post_norm: torch.Tensor | None = None  # the norm of delta
         layers = zip(specs, self._places, self._weights.layers, self._experts, strict=True)
         for index, (spec, place, layer, stacked) in enumerate(layers):
-            normed = self._add_norm(x, delta, layer.attention_norm)
+            normed = self._add_norm(x, delta, post_norm, layer.attention_norm)
             layer_kv = pools[place.group].layer(place.number)
             is_last = index + 1 == self._config.num_layers
             attended = self._attention.attend(
@@ -137,8 +134,7 @@ class TritonDecoder:
             )
             if is_last and self._ranks is not ALONE:
                 on_kv_launched()
-            delta = self._scaled(delta, layer.attention_post_norm)
-            normed = self._add_norm(x, delta, layer.mlp_norm)
+            normed = self._add_norm(x, delta, layer.attention_post_norm, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
                 delta = self._whole(self._mlp(index, layer.mlp, normed, lora))
             else:
@@ -146,23 +142,31 @@ class TritonDecoder:
                 assert stacked is not None
                 share = self._mix(index, spec.experts, stacked, layer.mlp, normed, lora)
                 delta = self._whole(share)
-            delta = self._scaled(delta, layer.mlp_post_norm)
+            post_norm = layer.mlp_post_norm
         assert delta is not None
-        last = x[step.logit_rows]
-        last_delta = delta[step.logit_rows]
-        final = add_rms_norm(last, last_delta, self._weights.final_norm, eps)
+        rows = step.logit_rows
+        final = self._add_norm(x[rows], delta[rows], post_norm, self._weights.final_norm)
         self.final_hidden = final
         output = Linear(self._weights.output, None, self._weights.output_blocks)
-        logits = self._ranks.gather(_product(final, output), self._config.vocab_size)
+        logits = self._ranks.gather(product(final, output), self._config.vocab_size)
         return final_logits(self._config, logits.float())
 
+    def _with_stacked_experts(self, layer: LayerWeights) -> LayerWeights:
+        """Stores the experts of the next layer in `self._experts`. Returns the layer without them,
+        so that memory has each expert once."""
+        if not isinstance(layer.mlp, ExpertWeights):
+            self._experts.append(None)
+            return layer
+        self._experts.append(StackedExperts.of(layer.mlp))
+        return replace(layer, mlp=replace(layer.mlp, mlps=()))
+
     def _out(
-        self, index: int, product: ProductName, matrix: Linear, x: torch.Tensor, lora: AddsLora
+        self, index: int, name: ProductName, matrix: Linear, x: torch.Tensor, lora: AddsLora
     ) -> torch.Tensor:
         """Multiplies activations, of which this rank has computed `x`, by a matrix whose product is
         added to the residual stream. Returns this rank's share of the product."""
         x = self._inputs(x, matrix.weight.shape[1])
-        return lora.add(index, product, _project(x, (matrix,)), x)
+        return lora.add(index, name, product(x, matrix), x)
 
     def _inputs(self, x: torch.Tensor, width: int) -> torch.Tensor:
         """Returns the activations by which this rank's share of a matrix is multiplied. This rank
@@ -177,7 +181,7 @@ class TritonDecoder:
 
     def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: AddsLora) -> torch.Tensor:
         """Returns this rank's share of the output."""
-        gated = self._gated(lora.add(index, "gate_up", _project(x, mlp.gate_up), x))
+        gated = self._gated(lora.add(index, "gate_up", project(x, mlp.gate_up), x))
         return self._out(index, "down", mlp.down, gated, lora)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -195,80 +199,63 @@ class TritonDecoder:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
         row, plus the output of the shared MLP; of all this, this rank's share."""
         router = weights.router
-        logits = _product(x.to(router.weight.dtype), router)
-        chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
-        num_inner = weights.mlps[0].down.weight.shape[1]
-        mixed = stacked.mix(
-            x, chosen, shares, lambda gate_up: self._inputs(self._gated(gate_up), num_inner)
+        logits = product(x.to(router.weight.dtype), router)
+        groups = experts.groups
+        chosen, shares = choose_experts(
+            logits,
+            experts.top_k,
+            is_normalized=experts.is_normalized,
+            groups=(groups.num, groups.top) if groups else None,
+            scale=experts.scale,
+            correction=weights.correction,
         )
-        if weights.shared is not None:
-            mixed += self._mlp(index, weights.shared, x, lora)
-        return mixed.to(x.dtype)
+        shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
+        return stacked.mix(
+            x,
+            chosen,
+            shares,
+            lambda gate_up: self._inputs(self._gated(gate_up), stacked.num_inner),
+            shared,
+        )
 
     def _add_norm(
-        self, x: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        post_norm: torch.Tensor | None,
+        norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Adds `delta`, if it is not None, to x in place. Then returns the rows of x after RMSNorm
-        with the weights `norm`, or x itself if `norm` is None."""
-        if norm is None:
-            return x if delta is None else x.add_(delta)
-        eps = self._config.rms_norm_eps
-        return rms_norm(x, norm, eps) if delta is None else add_rms_norm(x, delta, norm, eps)
+        """Adds `delta`, the output of attention or of the MLP, to x in place. Before, `delta` is
+        normalized with the weights `post_norm` and multiplied by the model's residual multiplier.
+        Then returns the rows of x after RMSNorm with the weights `norm`.
 
-    def _scaled(self, delta: torch.Tensor, post_norm: torch.Tensor | None) -> torch.Tensor:
-        """Returns `delta`, the output of attention or of the MLP, after the norm `post_norm` (None:
-        no norm) and multiplied by the model's residual multiplier."""
-        if post_norm is not None:
-            delta = rms_norm(delta, post_norm, self._config.rms_norm_eps)
+        If `delta` is None, nothing is added. Weights that are None stand for no norm.
+        """
+        eps = self._config.rms_norm_eps
         multiplier = self._config.multipliers.residual
-        return delta if multiplier == 1.0 else delta * multiplier
+        if delta is None:
+            return x if norm is None else rms_norm(x, norm, eps)
+        return add_rms_norm(
+            x, delta, norm, eps, delta_weight=post_norm, delta_multiplier=multiplier
+        )
 
     def _project_qkv(
         self, x: torch.Tensor, index: int, layer: LayerWeights, lora: AddsLora
     ) -> torch.Tensor:
         """Returns q, k and v side by side. If the model normalizes q and k over all heads of a row
         together, they are normalized here. Norms of single heads are computed in attention.py."""
-        qkv = lora.add(index, "qkv", _project(x, layer.qkv), x)
+        qkv = lora.add(index, "qkv", project(x, layer.qkv), x)
         if self._config.qk_norm == "all":
             assert layer.q_norm is not None
             assert layer.k_norm is not None
             num_queries = self._config.num_attention_heads * self._config.head_dim
             num_keys = self._config.num_kv_heads * self._config.head_dim
             queries, keys, _ = torch.split(qkv, [num_queries, num_keys, num_keys], 1)
+            eps = self._config.rms_norm_eps
             for own, weight in ((queries, layer.q_norm), (keys, layer.k_norm)):
-                heads = gathered_heads(self._ranks, own, len(weight))
-                normed = rms_norm(heads, weight, self._config.rms_norm_eps)
-                own.copy_(own_heads(self._ranks.share, normed, own.shape[1]))
+                if self._ranks is ALONE:
+                    rms_norm(own, weight, eps, out=own)
+                else:
+                    normed = rms_norm(gathered_heads(self._ranks, own, len(weight)), weight, eps)
+                    own.copy_(own_heads(self._ranks.share, normed, own.shape[1]))
         return qkv
-
-
-def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
-    """Multiplies x by several matrices, such as q, k and v. Returns the products side by side,
-    [rows, outputs of all matrices].
-
-    On a CUDA device, `parts` has several matrices only if the matrices are quantized.
-    weights/tensors_by_name.py joins other matrices with the same input to one matrix.
-    """
-    if len(parts) == 1:
-        return _product(x, parts[0])
-    return torch.cat([_product(x, part) for part in parts], dim=1)
-
-
-def _product(x: torch.Tensor, matrix: Linear) -> torch.Tensor:
-    """Returns the product [rows, outputs] of x [rows, inputs].
-
-    format of the weights                    computed by
-    not quantized                            torch
-    integers, one scale per group of inputs  a Triton kernel, which dequantizes in registers
-    other quantized formats                  torch, after a few rows at a time are dequantized
-    """
-    groups = matrix.blocks
-    if isinstance(groups, PackedGroups) and _is_multiplied(groups):
-        return packed_linear(x, groups.data, groups.scales, groups.zeros, groups.mins, matrix.bias)
-    parts = [linear(x, weight, bias) for weight, bias in pieces(matrix)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _is_multiplied(groups: PackedGroups) -> bool:
-    """Returns whether the Triton kernel can multiply the quantized matrix."""
-    return groups.group_of_input is None and can_multiply(groups.shape[1], groups.scales.shape[1])

@@ -1,59 +1,69 @@
 """Computes a layer's experts with the Triton kernels. A single launch computes the gate and up
-product of all experts, and another launch the down product of all experts."""
+product of all experts, and another launch the down product of all experts. Quantized weights are
+dequantized inside the products, for the chosen experts only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import NamedTuple, Self
 
 import torch
 
-from tandem.engine.executor.weights.decoder_weights import ExpertWeights, Linear
+from tandem.engine.executor.triton.products import packed_weight
+from tandem.engine.executor.weights.decoder_weights import (
+    ExpertWeights,
+    Linear,
+    Quantized,
+    joined,
+)
 from tandem.engine.executor.weights.expand import pieces
-from tandem_kernels.triton.grouped_linear import grouped_linear, tile_by_expert
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
+from tandem.models.gguf.tensors import GgufBlocks
+from tandem_kernels.triton.grouped_linear import (
+    ExpertTiles,
+    grouped_linear,
+    mix,
+    tile_by_expert,
+)
+from tandem_kernels.triton.weight_tiles import PackedWeight
 
 
 class Stack(NamedTuple):
     """The matrices of all experts of a layer for one product: gate and up, or down."""
 
-    # The weights of all experts, [experts, out, in]; None if the weights are quantized.
-    weight: torch.Tensor | None
+    weight: PackedWeight  # [experts * out, in]
     bias: torch.Tensor | None  # [experts, out]
-    # The quantized matrices of each expert; empty if the weights are not quantized.
-    parts: Sequence[Sequence[Linear]]
+    # int32 [in]: input order[p] is number p of a row of x. None: x keeps its order.
+    order: torch.Tensor | None
 
     @classmethod
     def of(cls, matrices: Sequence[Sequence[Linear]]) -> Self:
-        """Creates the stack from the matrices of each expert."""
+        """Creates the stack from the matrices of each expert. Weights are copied if they are
+        quantized, or if they are not consecutive in memory. Quantized weights are dequantized if
+        the kernels do not read their format, or if the matrices have different formats."""
         biases = [[p.bias for p in parts if p.bias is not None] for parts in matrices]
         bias = _stacked(biases) if biases[0] else None
-        if matrices[0][0].blocks is not None:
-            return cls(None, bias, matrices)
-        weight = _stacked([[part.weight for part in parts] for parts in matrices])
-        return cls(weight, bias, ())
+        every = [part for parts in matrices for part in parts]
+        quantized = [_kernel_form(part.blocks) for part in every if part.blocks is not None]
+        blocks = joined(quantized) if len(quantized) == len(every) else None
+        packed = None if blocks is None else packed_weight(blocks)
+        if packed is not None:
+            return cls(packed, bias, blocks.order if isinstance(blocks, PackedGroups) else None)
+        weight = _stacked([[_dense(part) for part in parts] for parts in matrices])
+        return cls(PackedWeight("plain", weight.flatten(0, 1)), bias, None)
 
-    def numbers(self) -> torch.Tensor:
-        """Returns the weights [experts, out, in]. Each call dequantizes quantized weights again."""
-        if self.weight is not None:
-            return self.weight
-        made: torch.Tensor | None = None
-        for expert, parts in enumerate(self.parts):
-            first = 0
-            for weight, _ in chain.from_iterable(map(pieces, parts)):
-                if made is None:
-                    num_out = sum(len(part.weight) for part in parts)
-                    made = weight.new_empty(len(self.parts), num_out, weight.shape[1])
-                made[expert, first : first + len(weight)] = weight
-                first += len(weight)
-        assert made is not None
-        return made
+    def multiply(self, x: torch.Tensor, tiles: ExpertTiles) -> torch.Tensor:
+        """Returns the products of all slots, [slots, out] (see `grouped_linear`)."""
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        return grouped_linear(x, self.weight, self.bias, tiles)
 
 
 class StackedExperts(NamedTuple):
     gate_up: Stack
     down: Stack
     num: int
+    num_inner: int  # number of inputs of the down product
 
     @classmethod
     def of(cls, weights: ExpertWeights) -> Self:
@@ -61,6 +71,7 @@ class StackedExperts(NamedTuple):
             Stack.of([mlp.gate_up for mlp in weights.mlps]),
             Stack.of([(mlp.down,) for mlp in weights.mlps]),
             len(weights.mlps),
+            weights.mlps[0].down.weight.shape[1],
         )
 
     def mix(
@@ -69,19 +80,27 @@ class StackedExperts(NamedTuple):
         chosen: torch.Tensor,
         shares: torch.Tensor,
         gated: Callable[[torch.Tensor], torch.Tensor],
+        shared: torch.Tensor | None,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
-        row: fp32 [T, hidden].
+        row, plus `shared` [T, hidden]: [T, hidden] in the dtype of x.
 
         `chosen` [T, top_k] has the numbers of the chosen experts, and `shares` [T, top_k] the
         weights of the experts' outputs in the sum. `gated` computes the activation, such as
         silu(gate) * up, from gate and up side by side.
         """
         tiles = tile_by_expert(chosen, self.num)
-        inner = gated(grouped_linear(x, self.gate_up.numbers(), self.gate_up.bias, tiles))
-        parts = grouped_linear(inner, self.down.numbers(), self.down.bias, tiles)
-        parts = parts.view(*chosen.shape, -1)
-        return (parts * shares.unsqueeze(-1)).sum(1)
+        inner = gated(self.gate_up.multiply(x, tiles))
+        return mix(self.down.multiply(inner, tiles), shares, shared)
+
+
+def _kernel_form(blocks: Quantized) -> Quantized:
+    """Converts GGUF blocks to the format that the kernels read."""
+    return PackedGroups.of_blocks(blocks) if isinstance(blocks, GgufBlocks) else blocks
+
+
+def _dense(matrix: Linear) -> torch.Tensor:
+    return torch.cat([weight for weight, _ in pieces(matrix)]) if matrix.blocks else matrix.weight
 
 
 def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

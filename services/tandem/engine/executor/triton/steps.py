@@ -46,6 +46,9 @@ class DeviceTokens(NamedTuple):
         return token_ids
 
 
+_STRIDE = 7919  # from a token of a tuned step to the next; it is prime
+
+
 class TritonSteps:
     """Computes steps with the Triton kernels. One thread at a time may call `forward`."""
 
@@ -68,6 +71,7 @@ class TritonSteps:
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._step_tokens = step_tokens
+        self._vocab_size = config.vocab_size
         self._pools: Sequence[KvPool] | None = None
         device = weights.embedding.device
         self._adapters = TritonAdapters(device)
@@ -101,6 +105,10 @@ class TritonSteps:
             check_cache_folder()
         num_blocks = min(pool.layout.num_blocks for pool in pools)
         self._pools = pools
+        # Before the graphs: products are tuned once for each size of tiles, and the tokens of a
+        # graph are all the same, which choose few experts.
+        if device.type == "cuda":
+            self._tune_chunks(pools, num_blocks)
         if self._has_graphs:
             self._graphs = DecodeGraphs(
                 lambda views: self._forward_ahead(views, pools),
@@ -112,16 +120,19 @@ class TritonSteps:
                 device=device,
                 rows=DecodeRows if self._ranks is ALONE else RowsInOrder,
             )
-        if device.type == "cuda":
-            self._tune_chunks(pools, num_blocks)
 
     def _tune_chunks(self, pools: Sequence[KvPool], num_blocks: int) -> None:
-        """Runs the steps of `tuned_chunks`, which tunes the kernels of prefill, and samples."""
+        """Runs the steps of `tuned_chunks`, which tunes products and the kernels of prefill, and
+        samples. The tokens are spread over the vocabulary, so that they choose various experts."""
         for chunk in tuned_chunks(self._step_tokens, self._max_model_len):
             blocks = repeated_blocks(chunk.context_len, pools[0].block_size, num_blocks)
             others = [blocks] * (len(pools) - 1)
             piece = SequenceSlice(
-                [0] * chunk.num_tokens, chunk.context_len, blocks, True, other_tables=others
+                [i * _STRIDE % self._vocab_size for i in range(chunk.num_tokens)],
+                chunk.context_len,
+                blocks,
+                True,
+                other_tables=others,
             )
             logits, _ = self._run_mixed(StepBatch([piece]), pools, wants_event=False)
         self.sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])

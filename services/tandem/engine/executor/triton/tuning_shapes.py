@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 CONTEXT_LEN = 4096  # a context that is long enough to be typical of chats and documents
 _CONTEXT_LEN_MIN = 1024  # contexts of decode are not shorter, however small the pool is
-_SMALL_CHUNK = 128  # the kernels are tuned separately for steps with few tokens (SMALL_TOKENS)
+_SMALL_CHUNK = 128  # attention is tuned separately for steps with few tokens (SMALL_TOKENS)
+_LEAST_CHUNK = 16  # rows of the smallest tile of a product
 
 
 class Chunk(NamedTuple):
@@ -18,13 +19,23 @@ class Chunk(NamedTuple):
 
 
 def tuned_chunks(step_tokens: int, max_model_len: int) -> list[Chunk]:
-    """Returns the prefill chunks of the steps that are tuned: one of few tokens, and the largest
-    one, which has `step_tokens` tokens. Each is the end of a context of up to 4,096 tokens."""
-    chunks = []
-    for num_tokens in (min(_SMALL_CHUNK, step_tokens), step_tokens):
-        num_tokens = min(num_tokens, max_model_len)
-        chunks.append(Chunk(num_tokens, min(max_model_len, max(CONTEXT_LEN, num_tokens))))
-    return chunks
+    """Returns the prefill chunks of the steps that are tuned. Each is the end of a context of up to
+    4,096 tokens.
+
+    Attention is tuned by the first two chunks: one of few tokens, and the largest one, which has
+    `step_tokens` tokens. The others, of 16, 32, 64 ... tokens, tune products, which have tiles of
+    other sizes for few rows.
+    """
+    largest = min(step_tokens, max_model_len)
+    sizes = [min(_SMALL_CHUNK, largest), largest]
+    size = _LEAST_CHUNK
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return [
+        Chunk(num_tokens, min(max_model_len, max(CONTEXT_LEN, num_tokens)))
+        for num_tokens in dict.fromkeys(sizes)
+    ]
 
 
 def tuned_context(num_seqs: int, *, pool_tokens: int, max_model_len: int) -> int:

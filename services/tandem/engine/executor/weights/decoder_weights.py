@@ -20,6 +20,16 @@ LATENT_NORM_EPS = 1e-6
 Quantized = GgufBlocks | Fp8 | PackedGroups
 
 
+def joined(parts: Sequence[Quantized]) -> Fp8 | PackedGroups | None:
+    """Returns one matrix with the rows of several matrices, one after the other. Returns None if
+    their formats differ, or if they are GGUF blocks."""
+    packed = [part for part in parts if isinstance(part, PackedGroups)]
+    fp8 = [part for part in parts if isinstance(part, Fp8)]
+    if len(packed) == len(parts):
+        return PackedGroups.joined(packed)
+    return Fp8.joined(fp8) if len(fp8) == len(parts) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     # [out, in]. For a quantized matrix, this is a tensor on the device "meta", which has a shape

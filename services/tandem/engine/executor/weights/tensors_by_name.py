@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 
 from tandem.engine.executor.weights.checkpoint import Stored
-from tandem.engine.executor.weights.decoder_weights import Linear, Quantized
+from tandem.engine.executor.weights.decoder_weights import Linear, Quantized, joined
 from tandem.engine.executor.weights.mxfp4 import (
     Mxfp4,
 )
 from tandem.engine.executor.weights.released_memory import FilePages, release_freed_memory
 from tandem.models.checkpoint.quantized.fp8 import Fp8
-from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
+from tandem.models.checkpoint.quantized.packed_groups import PackedGroups, by_columns
 from tandem.models.checkpoint.quantized.tensors import Coded
 from tandem.models.gguf.tensors import GgufBlocks, can_widen, is_packed
 
@@ -90,8 +90,7 @@ class TensorsByName:
             blocks = self._kept(name)
             if blocks is None:
                 return []
-            weight = torch.empty(blocks.shape, dtype=self._dtype, device="meta")
-            found.append(Linear(weight, None, blocks))
+            found.append(Linear(self._without_data(blocks), None, blocks))
         is_mixed = len({isinstance(each.blocks, Fp8) for each in found}) > 1
         return [] if is_mixed and self._kept_for == "native" else found
 
@@ -107,13 +106,18 @@ class TensorsByName:
         """Returns matrices that are multiplied with the same input, such as q, k and v.
 
         Matrices stay separate if they stay quantized or can be used directly from the mapped file.
-        Otherwise they must be copied, and are copied into one matrix.
+        Otherwise they must be copied, and are copied into one matrix. For the Triton kernels,
+        quantized matrices of one format are also copied into one matrix.
         """
         weights, biases = ([f"{name}.{part}" for name in names] for part in ("weight", "bias"))
         apart = self.matrices(weights) if self.is_mapped(weights[0]) else self.quantized(weights)
-        if apart:
+        quantized = [part.blocks for part in apart if part.blocks is not None]
+        blocks = joined(quantized) if quantized and self._kept_for == "triton" else None
+        if apart and blocks is None:
             return tuple(map(self.with_bias, apart, biases))
-        return (Linear(self.stacked(weights), self.stacked(biases) if biases[0] in self else None),)
+        weight = self.stacked(weights) if blocks is None else self._without_data(blocks)
+        bias = self.stacked(biases) if biases[0] in self else None
+        return (Linear(weight, bias, blocks),)
 
     def is_mapped(self, name: str) -> bool:
         """Returns whether a tensor is used directly from its mapped file, without a copy."""
@@ -133,6 +137,10 @@ class TensorsByName:
             self._drop(name)
         return stacked
 
+    def _without_data(self, blocks: Quantized) -> torch.Tensor:
+        """Returns the field `weight` of a quantized matrix."""
+        return torch.empty(blocks.shape, dtype=self._dtype, device="meta")
+
     def _kept(self, name: str) -> Quantized | None:
         stored = self._stored[name]
         if isinstance(stored, torch.Tensor) or not self._kept_for:
@@ -142,15 +150,20 @@ class TensorsByName:
     def _moved(self, stored: GgufBlocks | Coded | Mxfp4) -> Quantized | None:
         """Returns a quantized matrix in a format that the torch and Triton kernels read, moved to
         the device. Returns None if there is no such format for the matrix."""
-        if isinstance(stored, GgufBlocks) and not can_widen(stored.type):
-            return None
-        quantized: Quantized
+        quantized: Quantized | None
         if isinstance(stored, Coded):
             quantized = stored.packed()
+        elif isinstance(stored, Mxfp4):
+            quantized = stored.blocks()
         else:
-            quantized = stored if isinstance(stored, GgufBlocks) else stored.blocks()
-            if self._kept_for == "triton" and len(stored.shape) == 2:
-                quantized = PackedGroups.of_blocks(quantized) or quantized
+            quantized = stored if can_widen(stored.type) else None
+        if quantized is None:
+            return None
+        if self._kept_for == "triton" and len(stored.shape) == 2:
+            if isinstance(quantized, GgufBlocks):
+                quantized = PackedGroups.of_blocks(quantized)
+            elif isinstance(quantized, Fp8):
+                quantized = replace(quantized, scales=by_columns(quantized.scales))
         moved = quantized.to(self._device)
         parts = (stored.data,) if isinstance(stored, GgufBlocks) else stored.parts
         if all(moved.data.data_ptr() != part.data_ptr() for part in parts):

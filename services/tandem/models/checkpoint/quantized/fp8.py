@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,4 +57,14 @@ class Fp8:
     def in_order(self, rows: torch.Tensor) -> Fp8:
         """Returns a copy of the rows with the indices `rows`, in that order."""
         data = self.data.view(torch.uint8)[rows].view(self.data.dtype)
-        return replace(self, data=data, scales=self.scales[rows])
+        return replace(self, data=data, scales=self.scales.t().index_select(1, rows).t())
+
+    @classmethod
+    def joined(cls, parts: Sequence[Fp8]) -> Fp8 | None:
+        """Returns one matrix with the rows of several matrices, one after the other. Returns None
+        if they do not have the same number of scales per output."""
+        if len({part.scales.shape[1] for part in parts}) > 1:
+            return None
+        data = torch.cat([part.data.view(torch.uint8) for part in parts])
+        scales = torch.cat([part.scales.t() for part in parts], 1).t()
+        return cls(data.view(parts[0].data.dtype), scales, parts[0].source)

@@ -72,8 +72,9 @@ class QuantizedGroups:
         parts = self._scales(size), self._per_block(self.zeros, size)
         return self._of_type(zeroed, *parts, halves.view(num_out, -1, size // 2), order=order)
 
-    def packed(self) -> PackedGroups:
-        """Converts to the format of the torch and Triton kernels, with exactly the same values."""
+    def packed(self) -> PackedGroups | None:
+        """Converts to the format of the torch and Triton kernels, with exactly the same values;
+        returns None if the groups have different sizes."""
         zeros = None if self.numbers.dtype == torch.int8 else self.zeros
         return PackedGroups.of(self.numbers, self.scales, zeros, self.group_of_input)
 

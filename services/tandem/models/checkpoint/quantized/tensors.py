@@ -89,9 +89,9 @@ class Coded:
         None if no block type represents the values."""
         return self._fp8() if self.scheme.is_float else self._groups().blocks()
 
-    def packed(self) -> Fp8 | PackedGroups:
+    def packed(self) -> Fp8 | PackedGroups | None:
         """Returns the matrix in the format of the torch and Triton kernels, with exactly the same
-        values."""
+        values; None if its groups of inputs have different sizes."""
         return self._fp8() if self.scheme.is_float else self._groups().packed()
 
     def _groups(self) -> QuantizedGroups:

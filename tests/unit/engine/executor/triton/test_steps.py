@@ -285,6 +285,6 @@ def test_kernels_are_tuned_over_the_servers_steps(
     monkeypatch.setattr(steps, "prepare", prepare_as_on_a_gpu)
     runner.allocate(5)
     slices = [batch.slices[0] for batch in batches]
-    assert [(piece.num_tokens, piece.context_len) for piece in slices] == [(24, 64), (24, 64)]
+    assert [(piece.num_tokens, piece.context_len) for piece in slices] == [(24, 64), (16, 64)]
     assert slices[0].block_table == [0, 1, 2, 3, 4, 0, 1, 2]
     assert not runner.kv.any()

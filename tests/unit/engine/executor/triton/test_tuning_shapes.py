@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine.executor.triton.tuning_shapes import (
-    Chunk,
     repeated_blocks,
     tuned_chunks,
     tuned_context,
@@ -15,15 +14,20 @@ from tandem.engine.executor.triton.tuning_shapes import (
 @pytest.mark.parametrize(
     ("step_tokens", "max_model_len", "wanted"),
     [
-        (2048, 131_072, [Chunk(128, 4096), Chunk(2048, 4096)]),
-        (8192, 131_072, [Chunk(128, 4096), Chunk(8192, 8192)]),
-        (2048, 1000, [Chunk(128, 1000), Chunk(1000, 1000)]),
-        (64, 131_072, [Chunk(64, 4096), Chunk(64, 4096)]),
-        (512, 20, [Chunk(20, 20), Chunk(20, 20)]),
+        (2048, 131_072, [(n, 4096) for n in (128, 2048, 16, 32, 64, 256, 512, 1024)]),
+        (
+            8192,
+            5000,
+            [(n, max(n, 4096)) for n in (128, 5000, 16, 32, 64, 256, 512, 1024, 2048, 4096)],
+        ),
+        (2048, 1000, [(n, 1000) for n in (128, 1000, 16, 32, 64, 256, 512)]),
+        (64, 131_072, [(n, 4096) for n in (64, 16, 32)]),
+        (512, 20, [(20, 20), (16, 20)]),
+        (512, 10, [(10, 10)]),
     ],
 )
 def test_chunks_of_the_servers_steps(
-    step_tokens: int, max_model_len: int, wanted: list[Chunk]
+    step_tokens: int, max_model_len: int, wanted: list[tuple[int, int]]
 ) -> None:
     assert tuned_chunks(step_tokens, max_model_len) == wanted
 

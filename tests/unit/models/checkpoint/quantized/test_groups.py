@@ -116,7 +116,6 @@ def test_blocks_hold_the_same_numbers(matrix: Coded, block_type: str) -> None:
         int8(torch.full((NUM_OUT, 1), 0.1)),  # 24 bits
         int8(torch.full((NUM_OUT, 1), 2.0**17)),  # infinite in float16
         int4(torch.full((NUM_OUT, 8), 3e-6).bfloat16()),  # 3e-6 has 6 bits in float16
-        gptq(64, forms.nibbles(4, NUM_OUT), g_idx=(torch.arange(NUM_IN) // 60 % 4).int()),
         coded(
             forms.INT8,
             weight=torch.ones(NUM_OUT, 40, dtype=torch.int8),
@@ -126,7 +125,16 @@ def test_blocks_hold_the_same_numbers(matrix: Coded, block_type: str) -> None:
 )
 def test_what_no_blocks_hold_exactly_is_left(matrix: Coded) -> None:
     assert matrix.blocks() is None
-    assert torch.equal(matrix.packed().numbers(), matrix.numbers())
+    packed = matrix.packed()
+    assert packed is not None
+    assert torch.equal(packed.numbers(), matrix.numbers())
+
+
+def test_groups_of_different_sizes_are_left() -> None:
+    of_input = (torch.arange(NUM_IN) // 60 % 4).int()
+    matrix = gptq(64, forms.nibbles(4, NUM_OUT), g_idx=of_input)
+    assert matrix.blocks() is None
+    assert matrix.packed() is None
 
 
 def test_groups_of_inputs_that_follow_one_another_may_be_stated() -> None:

@@ -1,4 +1,4 @@
-"""The peers that the consumer's agent knows, over a NIXL whose reads end when the test says so."""
+"""The peers that a consumer's agent knows, over an agent whose reads end when the test says so."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
-from tandem.transfer.nixl import consumer, instance, piece_size
-from tandem.transfer.nixl.consumer import NixlConsumer
-from tandem.transfer.nixl.messages import LocalPool, Pull, RemotePool
-from tandem.transfer.nixl.ucx_mode import UcxMode
+from tandem.transfer.reads import block_reader as consumer
+from tandem.transfer.reads import piece_size
+from tandem.transfer.reads.block_reader import BlockReader
+from tandem.transfer.reads.messages import LocalPool, Pull, RemotePool
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
 
 LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
@@ -23,15 +23,13 @@ LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
 class Bench:
     """A consumer, its agents in the order they were made, and memory that stands for peers."""
 
-    monkeypatch: pytest.MonkeyPatch
     memory: str = "DRAM"
-    mode: UcxMode = UcxMode.MEMORY
     finish_copies: Callable[[], None] = lambda: None
+    first_piece_bytes: int = piece_size.FIRST_BYTES
     now: float = 100.0
 
     def __post_init__(self) -> None:
         self.agents: list[SimulatedAgent] = []
-        self.monkeypatch.setattr(instance, "NixlAgent", self._new_agent)
         self.blocks = np.zeros(LAYOUT.pool_bytes, np.uint8)
         self.theirs = np.ones(LAYOUT.pool_bytes, np.uint8)
         self.scratch = np.zeros(LAYOUT.pool_bytes, np.uint8)
@@ -39,17 +37,17 @@ class Bench:
         address, num_bytes = self.blocks.ctypes.data, self.blocks.nbytes
         scratch = self.scratch.ctypes.data if self.memory == "VRAM" else None
         pool = LocalPool(address, num_bytes, 0, self.memory, LAYOUT, scratch)
-        self.consumer = NixlConsumer(
+        self.consumer = BlockReader(
             pool,
-            "consumer",
-            mode=self.mode,
+            self._new_agent,
             quarantine_blocks_max=4,
+            first_piece_bytes=self.first_piece_bytes,
             clock=lambda: self.now,
             finish_copies=lambda: self.finish_copies(),
         )
 
-    def _new_agent(self, name: str, **_: object) -> SimulatedAgent:
-        self.agents.append(SimulatedAgent(SimulatedFabric(), name))
+    def _new_agent(self, number: int) -> SimulatedAgent:
+        self.agents.append(SimulatedAgent(SimulatedFabric(), f"consumer-{number}"))
         return self.agents[-1]
 
     def connect(self, peer_id: str, metadata: str) -> None:
@@ -69,8 +67,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(monkeypatch)
+def bench() -> Bench:
+    return Bench()
 
 
 def test_a_restarted_peer_takes_the_place_of_the_old_one(bench: Bench) -> None:
@@ -116,10 +114,10 @@ def test_an_agent_made_anew_knows_the_peers_before_a_pull_asks_for_them(bench: B
 
 @pytest.mark.parametrize("memory", ["DRAM", "VRAM"])
 def test_a_probe_reads_into_the_kind_of_memory_that_pulls_read_into(
-    memory: str, monkeypatch: pytest.MonkeyPatch
+    memory: str,
 ) -> None:
     """A read of a GPU's memory into host memory takes another path than a pull."""
-    bench = Bench(monkeypatch, memory)
+    bench = Bench(memory)
     bench.connect("a", "a-1")
     bench.consumer.probe("probe", "a", 8, 5.0)
     assert bench.consumer.poll() == []
@@ -134,20 +132,15 @@ def test_a_probe_reads_into_the_kind_of_memory_that_pulls_read_into(
 def test_probes_of_a_gpus_pool_need_memory_on_the_gpu() -> None:
     pool = LocalPool(1, LAYOUT.pool_bytes, 0, "VRAM", LAYOUT)
     with pytest.raises(AssertionError, match="scratch memory on the GPU"):
-        NixlConsumer(pool, "consumer", mode=UcxMode.MEMORY, quarantine_blocks_max=4)
+        BlockReader(pool, lambda number: pytest.fail("no agent"), quarantine_blocks_max=4)
 
 
-@pytest.mark.parametrize(
-    ("memory", "mode", "num_pieces"),
-    [("DRAM", UcxMode.MEMORY, 2), ("VRAM", UcxMode.RDMA, 2), ("VRAM", UcxMode.MEMORY, 1)],
-)
-def test_gpus_of_one_machine_read_larger_pieces(
-    memory: str, mode: UcxMode, num_pieces: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("piece_blocks", "num_pieces"), [(4, 2), (8, 1)])
+def test_a_pull_is_read_in_pieces_of_the_given_size(
+    piece_blocks: int, num_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer, "device_bytes", lambda **_: 8 * LAYOUT.block_bytes)
-    monkeypatch.setattr(consumer, "FIRST_BYTES", 4 * LAYOUT.block_bytes)
     monkeypatch.setattr(piece_size, "_BYTES_MIN", LAYOUT.block_bytes)
-    bench = Bench(monkeypatch, memory, mode)
+    bench = Bench(first_piece_bytes=piece_blocks * LAYOUT.block_bytes)
     bench.connect("a", "a-1")
     blocks = list(range(8))
     bench.consumer.submit(Pull("pull", "a", blocks, blocks, 5.0))
@@ -156,11 +149,9 @@ def test_gpus_of_one_machine_read_larger_pieces(
     assert len(bench.agents[0].reads) == num_pieces
 
 
-def test_blocks_are_unfenced_when_the_gpu_has_run_what_a_destroyed_agent_had_queued(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_are_unfenced_when_the_gpu_has_run_what_a_destroyed_agent_had_queued() -> None:
     """UCX does not wait for copies over CUDA IPC when it is destroyed."""
-    bench = Bench(monkeypatch, "VRAM")
+    bench = Bench("VRAM")
     queued: list[SimulatedRead] = []
     events: list[str] = []
 
@@ -184,8 +175,8 @@ def test_blocks_are_unfenced_when_the_gpu_has_run_what_a_destroyed_agent_had_que
     assert events == ["finished"], "there was no agent to destroy"
 
 
-def test_the_pool_may_be_freed_after_close_also_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, "VRAM")
+def test_the_pool_may_be_freed_after_close_also_on_a_gpu() -> None:
+    bench = Bench("VRAM")
     closed: list[bool] = []
     bench.finish_copies = lambda: closed.append(bench.agents[0].is_closed)
     bench.connect("a", "a-1")
@@ -195,8 +186,8 @@ def test_the_pool_may_be_freed_after_close_also_on_a_gpu(monkeypatch: pytest.Mon
     assert bench.consumer.unfenced() == [3]
 
 
-def test_blocks_stay_fenced_if_the_gpu_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, "VRAM")
+def test_blocks_stay_fenced_if_the_gpu_does_not_answer() -> None:
+    bench = Bench("VRAM")
 
     def fails() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

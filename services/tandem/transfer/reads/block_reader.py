@@ -1,27 +1,24 @@
-"""Reads KV blocks from peers' pools over NIXL.
+"""Reads KV blocks from peers' pools through an agent (agent.py).
 
-A worker process has two NIXL agents. Peers read this worker's blocks through the producer's agent
-(producer.py). This worker reads peers' blocks through the consumer's agent.
-
-A pull consists of several NIXL reads and ends in one of two states:
+A pull consists of several reads and ends in one of two states:
 
     event                                                     state of the pull
     all bytes are in place                                    DONE
     error, deadline, cancel, or disconnect of the peer        FAILED
 
-A started NIXL read cannot be cancelled. A read that is unfinished when the pull fails is called
+A started read cannot be cancelled. A read that is unfinished when the pull fails is called
 abandoned. An abandoned read may still write local memory later, for example when a peer that was
-stopped (SIGSTOP) continues. Only destroying the consumer's agent surely ends the read. For a pool
-on a GPU, this is not enough: UCX does not wait for copies over CUDA IPC that the GPU has queued. So
-`finish_copies` then waits for the GPU. The producer's agent is separate, so it survives, and peers
-can still read through it.
+stopped (SIGSTOP) continues. Only destroying the agent surely ends the read. For a pool on a GPU,
+this is not enough for NIXL: UCX does not wait for copies over CUDA IPC that the GPU has queued. So
+`finish_copies` then waits for the GPU. Peers read this worker's blocks by other means, so they
+notice nothing.
 
 The engine may free the local blocks of a DONE pull at any time. After a FAILED pull, the local
 blocks of abandoned reads are fenced (fence.py): the engine does not reuse a fenced block until
 `unfenced` returns the block. `unfenced` returns the blocks of a read when the read has ended or the
-consumer's agent was replaced.
+agent was replaced.
 
-The consumer's agent is created when it is first needed, and a peer's metadata is loaded when the
+The agent is created when it is first needed, and a peer's metadata is loaded when the
 peer is first needed. After the agent was replaced (instance.py), all peers are loaded again. Pulls
 progress only while `poll` runs.
 """
@@ -42,12 +39,12 @@ from tandem.errors import (
     TandemError,
     WorkerLost,
 )
-from tandem.transfer.nixl.fence import Fence
-from tandem.transfer.nixl.instance import AgentInstance, logged
-from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
-from tandem.transfer.nixl.piece_size import FIRST_BYTES, PIECE_S, PieceSize, device_bytes
-from tandem.transfer.nixl.pull import NixlPull, Read, is_done
-from tandem.transfer.nixl.ucx_mode import UcxMode
+from tandem.transfer.reads.agent import ReadAgent
+from tandem.transfer.reads.fence import Fence
+from tandem.transfer.reads.instance import AgentInstance, logged
+from tandem.transfer.reads.messages import LocalPool, Pull, PullResult, RemotePool
+from tandem.transfer.reads.piece_size import FIRST_BYTES, PIECE_S, PieceSize
+from tandem.transfer.reads.pull import PullInPieces, Read, is_done
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +56,9 @@ GRACE_S = 0.5
 PATIENCE_S = 10.0
 # `failure` returns an error message if creating a new agent has failed for this many seconds.
 RECOVER_S = 10.0
-_BACKOFF_MIN_S = 50e-6
-_BACKOFF_MAX_S = 1e-3
-_BACKOFF_FENCED_S = 10e-3  # polling interval if there are abandoned reads but no pulls
+POLL_S_MIN = 50e-6
+POLL_S_MAX = 1e-3
+_POLL_FENCED_S = 10e-3  # polling interval if there are abandoned reads but no pulls
 
 
 def _nothing() -> None:
@@ -74,22 +71,24 @@ class _Peer:
     pool: RemotePool
 
 
-class NixlConsumer:
-    """Reads blocks of peers over NIXL. Only the transfer thread calls its methods."""
+class BlockReader:
+    """Reads blocks of peers. Only the transfer thread calls its methods."""
 
     def __init__(
         self,
         pool: LocalPool,
-        agent_name: str,
+        make_agent: Callable[[int], ReadAgent],
         *,
-        mode: UcxMode | None,
         quarantine_blocks_max: int,
+        first_piece_bytes: int = FIRST_BYTES,
+        poll_s_max: float = POLL_S_MAX,
         delay_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         finish_copies: Callable[[], object] = _nothing,
     ) -> None:
-        """`finish_copies` waits until the pool's device has run all copies that it has queued.
-
+        """`make_agent` creates an agent; its argument says how many were created before. It raises
+        TandemError. While no read ends, the time between two polls grows up to `poll_s_max`.
+        `finish_copies` waits until the pool's device has run all copies that it has queued.
         `delay_s` is for tests: a pull becomes DONE at the earliest this many seconds after its
         start."""
         self._pool = pool
@@ -104,8 +103,7 @@ class NixlConsumer:
         self._scratch = RemotePool(
             address, pool.scratch_bytes // size, size, pool.device_id, pool.memory
         )
-        self._agent_name = agent_name
-        self._mode = mode
+        self._make_agent = make_agent
         self._delay_s = delay_s
         self._clock = clock
         self._finish_copies = finish_copies
@@ -114,15 +112,15 @@ class NixlConsumer:
             blocks_max=quarantine_blocks_max, grace_s=GRACE_S, patience_s=PATIENCE_S
         )
         self._peers: dict[str, _Peer] = {}
-        self._pulls: dict[str, NixlPull] = {}
+        self._pulls: dict[str, PullInPieces] = {}
         self._to_reload: list[str] = []  # ids of peers that a new agent has not loaded yet
         # number of an abandoned read in `_fence` -> (name of the peer's agent, read)
         self._abandoned: dict[int, tuple[str, Read]] = {}
         self._results: list[PullResult] = []
         self._unfenced: list[int] = []
-        self._backoff = Backoff(doubling(_BACKOFF_MIN_S, _BACKOFF_MAX_S))
+        self._backoff = Backoff(doubling(POLL_S_MIN, poll_s_max))
         self._backoff_s = 0.0
-        self._piece_size = PieceSize(_first_piece_bytes(pool, mode, quarantine_blocks_max))
+        self._piece_size = PieceSize(first_piece_bytes)
         # None if the last attempt to create an agent succeeded. Otherwise, for the failures since
         # the last success: (time of the first one, error message of the newest one).
         self._create_failure: tuple[float, str] | None = None
@@ -225,7 +223,7 @@ class NixlConsumer:
             return 0.0
         if self._pulls:
             return self._backoff_s
-        return _BACKOFF_FENCED_S if self._fence.holds_reads else None
+        return _POLL_FENCED_S if self._fence.holds_reads else None
 
     def cancel(self, pull_id: str) -> None:
         """Ends a pull in the state FAILED, unless the pull has already ended."""
@@ -243,7 +241,7 @@ class NixlConsumer:
         assert not self._pulls, "fencing would end the pulls under way"
         if self._instance is not None:
             for _, read in self._abandoned.values():
-                with logged("NIXL frees the handle when its agent is destroyed"):
+                with logged("the handle is freed when the agent is destroyed"):
                     self._instance.agent.release(read.handle)
             self._instance.close()
             self._instance = None
@@ -251,7 +249,7 @@ class NixlConsumer:
         self._abandoned.clear()
         block_ids = self._fence.renewed()
         log.info(
-            "the NIXL agent was destroyed to end abandoned reads; %d blocks are safe to reuse",
+            "the agent was destroyed to end abandoned reads; %d blocks are safe to reuse",
             len(block_ids),
         )
         return block_ids
@@ -270,7 +268,7 @@ class NixlConsumer:
         failing_s = self._clock() - since
         if failing_s < RECOVER_S:
             return ""
-        return f"no new NIXL agent could be created for {failing_s:.0f} s: {message}"
+        return f"no new agent could be created for {failing_s:.0f} s: {message}"
 
     def close(self) -> None:
         """Fails all pulls and destroys the agent. After that, the KV pool's memory may be freed."""
@@ -289,7 +287,7 @@ class NixlConsumer:
         _check_range(pull.local_block_ids, self._spans.num_blocks)
         if self._fence.refuses(self._clock()):
             raise QueueFull(
-                "too many blocks are fenced because abandoned reads may still write them; the NIXL "
+                "too many blocks are fenced because abandoned reads may still write them; their "
                 "agent must be replaced first"
             )
         for active in self._pulls.values():
@@ -306,7 +304,7 @@ class NixlConsumer:
             raise WorkerLost(f"the peer {pull.peer_id} is not connected")
         _check_range(pull.producer_block_ids, peer.pool.spans.num_blocks)
         instance = self._agent_instance()
-        self._pulls[pull.pull_id] = NixlPull(
+        self._pulls[pull.pull_id] = PullInPieces(
             pull,
             instance.load(peer.metadata, peer.pool),
             target_list=instance.pool_list if pull.local_block_ids else instance.scratch_list,
@@ -320,7 +318,7 @@ class NixlConsumer:
         self._backoff.reset()
         self._backoff_s = 0.0
 
-    def _advance(self, active: NixlPull) -> bool:
+    def _advance(self, active: PullInPieces) -> bool:
         assert self._instance is not None
         now = self._clock()
         pull = active.pull
@@ -351,7 +349,7 @@ class NixlConsumer:
             return True
         return moved
 
-    def _give_up(self, active: NixlPull, error: TandemError, reason: str) -> None:
+    def _give_up(self, active: PullInPieces, error: TandemError, reason: str) -> None:
         del self._pulls[active.pull.pull_id]
         now = self._clock()
         for read in active.reads:
@@ -379,7 +377,7 @@ class NixlConsumer:
         for number, (_, read) in list(self._abandoned.items()):
             assert self._instance is not None
             done = False
-            with logged("its blocks stay fenced until the NIXL agent is replaced"):
+            with logged("its blocks stay fenced until the agent is replaced"):
                 done = is_done(self._instance.agent, read)
             if done:
                 self._instance.release_later(read.handle)
@@ -409,22 +407,15 @@ class NixlConsumer:
 
     def _agent_instance(self) -> AgentInstance:
         if self._instance is None:
-            name = f"{self._agent_name}-{self._fence.instance}"
             try:
-                self._instance = AgentInstance(name, self._mode, self._pool, self._scratch)
+                agent = self._make_agent(self._fence.instance)
+                self._instance = AgentInstance(agent, self._pool, self._scratch)
             except TandemError as error:
                 since = self._clock() if self._create_failure is None else self._create_failure[0]
                 self._create_failure = since, error.message
                 raise
             self._create_failure = None
         return self._instance
-
-
-def _first_piece_bytes(pool: LocalPool, mode: UcxMode | None, quarantine_blocks_max: int) -> int:
-    if pool.memory != "VRAM" or mode is not UcxMode.MEMORY:
-        return FIRST_BYTES
-    block_bytes = pool.num_bytes // pool.layout.spans.num_blocks
-    return device_bytes(block_bytes=block_bytes, quarantine_blocks_max=quarantine_blocks_max)
 
 
 def _block_sizes(spans: BlockSpans) -> str:

@@ -1,15 +1,17 @@
-"""Reads a peer's blocks over NIXL, through the transfer thread of the engine process."""
+"""Reads a peer's blocks over NIXL or CUDA IPC, in the transfer thread of the engine process."""
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from tandem.errors import LeaseLost, WorkerLost
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.transfer.nixl.messages import PullResult, RemotePool
 from tandem.transfer.protocol import BlockPull
+from tandem.transfer.reads.messages import PullResult, RemotePool
+
+EngineTransportName = Literal["nixl", "cuda_ipc"]
 
 _ENGINE_MARGIN_S = 5.0
 
@@ -19,17 +21,17 @@ class ReadingEngine(Protocol):
     engine's transfer thread."""
 
     async def connect_peer(
-        self, peer_id: str, metadata: bytes, pool: RemotePool
+        self, peer_id: str, metadata: bytes, pool: RemotePool, transport: str
     ) -> list[tuple[int, float]]:
         """Connects a peer and tests the connection. Returns (bytes, seconds) of a few test reads.
 
         Raises TandemError if the peer cannot be read.
         """
 
-    def disconnect_peer(self, peer_id: str) -> None:
+    def disconnect_peer(self, peer_id: str, transport: str) -> None:
         """Makes the engine forget the peer. Unfinished pulls from the peer fail."""
 
-    def pull(self, peer_id: str, pull: BlockPull) -> Awaitable[PullResult]:
+    def pull(self, peer_id: str, pull: BlockPull, transport: str) -> Awaitable[PullResult]:
         """Starts a pull. Returns an awaitable of the result.
 
         If the sequence of the pull releases the local blocks, the engine gives up the pull. The
@@ -37,19 +39,19 @@ class ReadingEngine(Protocol):
         """
 
 
-class NixlTransport:
+class EngineTransport:
     """A transport whose reads run in the transfer thread of the engine process (thread.py)."""
 
-    name = "nixl"
-
-    def __init__(self, peer_id: str, engine: ReadingEngine) -> None:
+    def __init__(self, name: EngineTransportName, peer_id: str, engine: ReadingEngine) -> None:
+        self.name = name
         self._peer_id = peer_id
         self._engine = engine
 
     async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
         pool = msgspec.msgpack.decode(offer.pool, type=RemotePool)
+        metadata = offer.nixl_metadata if self.name == "nixl" else offer.cuda_ipc_metadata
         try:
-            return await self._engine.connect_peer(self._peer_id, offer.nixl_metadata, pool)
+            return await self._engine.connect_peer(self._peer_id, metadata, pool, self.name)
         except TimeoutError as error:
             raise WorkerLost(str(error) or "the engine did not answer in time") from None
 
@@ -58,7 +60,7 @@ class NixlTransport:
         # that hangs.
         try:
             async with asyncio.timeout(pull.deadline_s + _ENGINE_MARGIN_S):
-                result = await self._engine.pull(self._peer_id, pull)
+                result = await self._engine.pull(self._peer_id, pull, self.name)
         except TimeoutError:
             raise LeaseLost(
                 f"a read from {self._peer_id} did not end in time because the engine hangs"
@@ -68,4 +70,4 @@ class NixlTransport:
         return result.elapsed_s
 
     def close(self) -> None:
-        self._engine.disconnect_peer(self._peer_id)
+        self._engine.disconnect_peer(self._peer_id, self.name)

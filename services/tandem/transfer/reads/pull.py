@@ -1,7 +1,7 @@
-"""The progress of one pull over NIXL.
+"""The progress of one pull.
 
 A pull is split into pieces, so that other pulls and cancels are handled in between (piece_size.py).
-A piece is some consecutive blocks of the pull, and is one read of NIXL. The states of a piece are:
+A piece is some consecutive blocks of the pull, and is one read of the agent. States of a piece:
 
     waiting --the read is started--> under way --the read is DONE--> all bytes are in place
                                          `--the read FAILED, or the pull is given up-->
@@ -14,24 +14,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.errors import InternalError
-from tandem.transfer.nixl.agent import NixlAgent, ReadState
-from tandem.transfer.nixl.instance import AgentInstance, LoadedPeer
-from tandem.transfer.nixl.messages import Pull
-from tandem.transfer.nixl.piece_size import READS_MAX, PieceSize
+from tandem.transfer.reads.agent import ReadAgent, ReadState
+from tandem.transfer.reads.instance import AgentInstance, LoadedPeer
+from tandem.transfer.reads.messages import Pull
+from tandem.transfer.reads.piece_size import READS_MAX, PieceSize
 
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """The NIXL read of one piece of a pull."""
+    """The agent's read of one piece of a pull."""
 
     handle: int
     local_ids: list[int]
-    # True: NIXL reported an error for the read. The read will not become DONE, but bytes may still
-    # arrive.
+    # True: the agent reported an error for the read. The read will not become DONE, but bytes may
+    # still arrive.
     ended: bool = False
 
 
-class NixlPull:
+class PullInPieces:
     """A pull of a peer's blocks into the local KV pool, or a probe into scratch memory.
 
     `num_bytes` is the total size of the pull's blocks. `clock` returns the time in seconds.
@@ -52,7 +52,7 @@ class NixlPull:
         self.started_at = clock()
         self.reads: list[Read] = []
         self.num_bytes = num_bytes
-        self.post_s = 0.0  # seconds spent in NIXL's calls that start reads
+        self.post_s = 0.0  # seconds spent in the agent's calls that start reads
         # Mean number of bytes of a block. In a model with several KV groups, the blocks of a pull
         # differ in size.
         self._block_bytes = max(1, num_bytes // len(pull.producer_block_ids))
@@ -95,7 +95,7 @@ class NixlPull:
                 instance.release_later(read.handle)
                 moved = True
             elif read.ended:
-                raise InternalError(f"NIXL reports that the read from {self.pull.peer_id} failed")
+                raise InternalError(f"the read from {self.pull.peer_id} failed")
         return moved
 
     def _start(self, instance: AgentInstance) -> None:
@@ -123,13 +123,13 @@ class NixlPull:
             self.reads.remove(read)
             instance.release_later(handle)
         elif state is ReadState.FAILED:
-            raise InternalError(f"NIXL could not start the read from {self.pull.peer_id}")
+            raise InternalError(f"the read from {self.pull.peer_id} could not be started")
 
 
-def is_done(agent: NixlAgent, read: Read) -> bool:
+def is_done(agent: ReadAgent, read: Read) -> bool:
     """Returns whether the read is DONE, so that its handle may be released.
 
-    Sets `read.ended` if NIXL reports an error.
+    Sets `read.ended` if the agent reports an error.
     """
     if read.ended:
         return False

@@ -20,7 +20,7 @@ class RemotePool(msgspec.Struct, frozen=True):
     num_blocks: int  # total number of blocks of all pools
     block_bytes: int  # bytes of one block with all layers; used only if `pools` is empty
     device_id: int
-    memory: str  # NIXL's memory type: "DRAM" or "VRAM"
+    memory: str  # memory type, as NIXL names it: "DRAM" or "VRAM"
     # (number of blocks, bytes per block) of each pool; empty if the model has only one KV group
     pools: tuple[tuple[int, int], ...] = ()
 
@@ -30,7 +30,7 @@ class RemotePool(msgspec.Struct, frozen=True):
 
 
 class LocalPool(msgspec.Struct, frozen=True):
-    """This process's KV pool: its address for NIXL and its layout."""
+    """This process's KV pool: its address and its layout."""
 
     address: int
     num_bytes: int
@@ -70,6 +70,7 @@ class Pull(msgspec.Struct, frozen=True):
     producer_block_ids: list[int]
     local_block_ids: list[int]
     deadline_s: float
+    transport: str = "nixl"
 
 
 class PullResult(msgspec.Struct, frozen=True):
@@ -82,7 +83,7 @@ class PullResult(msgspec.Struct, frozen=True):
     reason: str = ""
     # Number of local blocks that reads of a failed pull may still write.
     num_fenced: int = 0
-    # The part of `elapsed_s` that was spent in the NIXL calls that start reads. With CMA (copies by
+    # The part of `elapsed_s` that was spent in the calls that start reads. With CMA (copies by
     # the kernel within one machine), these calls also copy the bytes.
     post_s: float = 0.0
     num_blocks: int = 0  # number of blocks of the pull; 0 if the pull failed
@@ -106,7 +107,7 @@ class Unfenced:
 
 
 class Renewed(msgspec.Struct, frozen=True, tag=True):
-    """The consumer's NIXL agent was replaced `num_times` times since the last `Renewed` message."""
+    """Agents of the consumer were replaced `num_times` times since the last `Renewed` message."""
 
     num_times: int
 
@@ -124,16 +125,22 @@ class PeerConnected(msgspec.Struct, frozen=True, tag=True):
     error: str  # empty if the peer is connected and all test reads succeeded
     # (bytes, seconds) of each test read except the first one
     reads: tuple[tuple[int, float], ...] = ()
+    transport: str = "nixl"
 
 
 class ProducerReady(msgspec.Struct, frozen=True, tag=True):
     """The answer to `TransferThread.producer`."""
 
     request_id: int
-    # NIXL metadata with which a peer can read the whole pool; empty if `error` is set.
+    # NIXL metadata with which a peer can read the whole pool. If it is empty, `error` has the
+    # reason, or this process does not use NIXL.
     metadata: bytes
     pool: RemotePool
     error: str = ""
+    # Metadata with which a peer can map the whole pool over CUDA IPC. If it is empty,
+    # `cuda_ipc_error` has the reason, or this process does not use CUDA IPC.
+    cuda_ipc: bytes = b""
+    cuda_ipc_error: str = ""
 
 
 TransferEvent = Settled | Unfenced | Renewed | Broken | PeerConnected | ProducerReady

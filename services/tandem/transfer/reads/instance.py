@@ -1,9 +1,8 @@
-"""The consumer's NIXL agent, with lists of the blocks of the local pool and of the peers' pools.
+"""A consumer's agent, with lists of the blocks of the local pool and of the peers' pools.
 
 When the agent is created, it registers the local KV pool. When a peer is loaded, the agent prepares
 a list of the blocks in the peer's pool, so that a pull can name these blocks by number. `close`
-destroys the agent, which ends all reads except copies that a GPU has queued (agent.py). The agent
-has no progress thread, so an idle agent needs no CPU time.
+destroys the agent, which ends all reads except copies that a GPU has queued.
 """
 
 import logging
@@ -12,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tandem.errors import TandemError
-from tandem.transfer.nixl.agent import NixlAgent
-from tandem.transfer.nixl.messages import LocalPool, RemotePool
-from tandem.transfer.nixl.ucx_mode import UcxMode
+from tandem.transfer.reads.agent import ReadAgent
+from tandem.transfer.reads.messages import LocalPool, RemotePool
 
 log = logging.getLogger(__name__)
 
@@ -26,20 +24,19 @@ class LoadedPeer:
 
 
 class AgentInstance:
-    """The consumer's NIXL agent with the loaded peers.
+    """A consumer's agent with the loaded peers.
 
     Methods raise TandemError, but methods that release or unload something only log errors.
     """
 
     def __init__(
         self,
-        agent_name: str,
-        mode: UcxMode | None,
+        agent: ReadAgent,
         pool: LocalPool,
         scratch: RemotePool,
     ) -> None:
         """`scratch` has the local blocks into which the reads of probes write."""
-        self.agent = NixlAgent(agent_name, mode=mode, progress_delay_us=None, memory=pool.memory)
+        self.agent = agent
         self._peers: dict[bytes, LoadedPeer] = {}  # metadata of a peer -> loaded peer
         self._ended: list[int] = []  # handles of DONE reads that `release_ended` will release
         self.pool_list = self._open(pool.remote())
@@ -59,7 +56,7 @@ class AgentInstance:
 
     def release_ended(self) -> None:
         for handle in self._ended:
-            with logged("NIXL frees the handle when its agent is destroyed"):
+            with logged("the handle is freed when the agent is destroyed"):
                 self.agent.release(handle)
         self._ended.clear()
 
@@ -85,9 +82,9 @@ class AgentInstance:
         if peer is None or peer.agent_name in in_use:
             return
         del self._peers[metadata]
-        with logged("NIXL frees the list of blocks when its agent is destroyed"):
+        with logged("the list of blocks is freed when the agent is destroyed"):
             self.agent.release_list(peer.block_list)
-        with logged("NIXL has already removed the peer"):
+        with logged("the agent has already removed the peer"):
             self.agent.remove_peer(peer.agent_name)
 
     def _open(self, blocks: RemotePool) -> int:
@@ -105,7 +102,7 @@ class AgentInstance:
         self.release_ended()
         lists = [self.pool_list, self.scratch_list]
         for block_list in [*lists, *(peer.block_list for peer in self._peers.values())]:
-            with logged("NIXL frees the list of blocks when its agent is destroyed"):
+            with logged("the list of blocks is freed when the agent is destroyed"):
                 self.agent.release_list(block_list)
         self._peers.clear()
         self.agent.close()
@@ -116,7 +113,7 @@ def logged(consequence: str) -> Iterator[None]:
     """Suppresses a TandemError of the `with` block, and logs it together with the text
     `consequence`.
 
-    Used for NIXL's clean-up calls, which may fail if a peer is already lost.
+    Used for an agent's clean-up calls, which may fail if a peer is already lost.
     """
     try:
         yield
