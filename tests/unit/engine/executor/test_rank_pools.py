@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tandem.common.config.engine import EngineConfig
+from tandem.engine.executor import rank_program
 from tandem.engine.executor import runner as runner_module
 from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.rank_program import Member
@@ -61,7 +62,8 @@ class ThreadAsMember:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModelRunner]]:
     """Creates the runner of rank 0, whose pool is apart from rank 1's."""
-    monkeypatch.setenv("NOPIN", "1")
+    for module in (runner_module, rank_program):  # the thread would stay pinned in other tests
+        monkeypatch.setattr(module, "pin_to_share", lambda *_: None)
     monkeypatch.setattr(runner_module, "have_own_pools", lambda _: True)
     monkeypatch.setattr(runner_module, "Members", ThreadAsMember)
     monkeypatch.setattr(Member, "_load_adapters", lambda _: None)
