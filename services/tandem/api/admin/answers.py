@@ -113,7 +113,7 @@ class Bottleneck:
         """The cause of slow first tokens and its remedy, in a sentence; "" if it is not known."""
         pool = {"prefill": "prefill workers", "decode": "decode workers", "": ""}[self.role]
         best = f"one more {self.role} worker would help most"
-        return f"Prompts wait for {pool}: {best}." if self.role else ""
+        return f"In the last minute, prompts waited most for {pool}: {best}." if self.role else ""
 
 
 def answers_of(
@@ -471,7 +471,8 @@ def one_more_decode(
     from the bottleneck.
 
     `itl_ms` is the median time between tokens in the last minute. If decode workers are starting,
-    the prediction is for the time when they are ready.
+    the prediction is for the time when they are ready. It then does not use `itl_ms`, which was
+    measured with another number of workers.
     """
     decode = _ready(known, "decode")
     coming = [r.worker_id for r in rows if r.pool == "decode" and r.state in _COMING]
@@ -489,7 +490,7 @@ def one_more_decode(
         room += f", from {tokens:,} to about {tokens * num_then // len(decode):,} tokens"
     parts = [_on_first_tokens(bottleneck, num_then - len(decode), num_then), back]
     if num_decoding:
-        parts.append(_steps(decode, num_decoding, num_then, itl_ms))
+        parts.append(_steps(decode, num_decoding, num_then, None if coming else itl_ms))
     else:
         parts.append("The time between tokens would not change: no request is decoding now.")
     if num_queued:

@@ -313,8 +313,8 @@ def test_the_verdict_has_the_cause_of_slow_first_tokens_and_the_longest_wait() -
     prefill = Bottleneck("prefill", "evidence")
     assert verdict(rows, QUICK, prefill, is_well=True) == "", "a queue alone is not slow"
     assert verdict(rows, SLOW, prefill, is_well=True).endswith(
-        "(median 200 ms, slowest 4.0 s). Prompts wait for prefill workers: one more prefill worker"
-        " would help most."
+        "(median 200 ms, slowest 4.0 s). In the last minute, prompts waited most for prefill"
+        " workers: one more prefill worker would help most."
     )
     longer = replace(SLOW, waiting=Waiting(2, 2, 40.0))
     assert verdict(rows, longer, NO_BOTTLENECK, is_well=True).endswith(
@@ -362,8 +362,9 @@ def test_the_bottleneck_is_named_first() -> None:
         "First tokens would come sooner: the bottleneck is decode, and the new worker would take"
         " over 50% of the decode workers' prompts. "
     )
-    assert (
-        decode.cause == "Prompts wait for decode workers: one more decode worker would help most."
+    assert decode.cause == (
+        "In the last minute, prompts waited most for decode workers: one more decode worker would"
+        " help most."
     )
 
 
@@ -401,8 +402,9 @@ def test_figures_are_for_the_workers_that_come_back() -> None:
     rows = [WorkerRow(f"decode-{n}", "decode", "loading") for n in (1, 2)]
     rows.append(WorkerRow("decode-0", "decode", "ready"))
     back = "decode-1, decode-2 are starting: the figures are for 3 decode workers instead of 1."
-    told = one_more_decode([worker("decode-0", num_running=6)], NO_BOTTLENECK, rows)
+    told = one_more_decode([worker("decode-0", num_running=6)], NO_BOTTLENECK, rows, 60.0)
     assert told.startswith(back)
+    assert "60 ms" not in told, "it was measured with the workers that come back"
     assert "with 2.0 decoding requests at each decode worker instead of 6.0" in told
     assert told.endswith("would grow by 200%, from 1,600 to about 4,800 tokens.")
     prefill = Bottleneck("prefill", "evidence")
