@@ -77,11 +77,11 @@ def readme() -> Rows:
             f"{start['git clone to first token s']:.0f} s, {start['second start s']:.1f} s",
         ),
         (
-            "Time to first token (TTFT) of 1,500 tokens, and when they are sent again",
+            "Time to first token (TTFT) of a prompt of 1,500 tokens, and when it is sent again",
             f"{repeated['ttft_first_ms']:,.0f} ms, {repeated['ttft_again_ms']:.0f} ms",
         ),
         (
-            "Part of the KV transfer that delays a prompt of 2,048 tokens",
+            "Delay of a prompt of 2,048 tokens by the transfer of its KV",
             f"{_percent(exposed[2048]['exposed_of_ttft'], 2)} of TTFT",
         ),
         (

@@ -230,7 +230,7 @@ def set_role(
     ] = "",
     url: _Url = "",
 ) -> None:
-    """Move a running worker to the other pool, or back, without a restart."""
+    """Switch a running worker to the other pool, or back, without a restart."""
     from tandem.cluster import operate
 
     operate.set_role(_admin(url), worker, role)

@@ -154,7 +154,7 @@ def test_health_is_first_then_the_cluster_then_requests(page: Any) -> None:
     tiles = [title.inner_text() for title in page.query_selector_all("#health figcaption")]
     assert tiles == [
         *("Tokens/s", "Requests", "Time to first token", "Time between tokens"),
-        *("Errors a second", "KV cache"),
+        *("Failures a second", "KV cache"),
     ]
     page.wait_for_selector("#health canvas")
 

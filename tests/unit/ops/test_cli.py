@@ -80,7 +80,7 @@ def test_the_model_may_follow_the_command(command: str) -> None:
 def test_the_old_name_of_set_role_works(command: str) -> None:
     done = tandem(command, "--help")
     assert done.returncode == 0
-    assert "Move a running worker to the other pool" in done.stdout
+    assert "Switch a running worker to the other pool" in done.stdout
 
 
 def test_version_is_the_distributions() -> None:

@@ -541,7 +541,7 @@ def _steps(
     if ratio > 1 - _DIFFERENCE_MIN:
         return f"The time between tokens would hardly change, with {fewer}."
     text = f"A decode step would be about {1 - ratio:.0%} shorter, with {fewer},"
-    text += " if the new worker has processor cores or a GPU of its own."
+    text += " if the new worker has CPU cores or a GPU of its own."
     if itl_ms is not None:
         text += f" The {format_ms(itl_ms)} between tokens, the last minute's median, would be"
         text += f" {format_ms(ratio * itl_ms)} at best."

@@ -81,7 +81,7 @@ class LaunchScreen:
         for line in _kernels(records):
             print_(f"  kernels  {line}")
         if num_tokens := kv_tokens(records):
-            print_(f"  KV       room for {num_tokens:,} tokens in the decode workers")
+            print_(f"  KV cache room for {num_tokens:,} tokens in the decode workers")
         url = escape(options.http_url)
         grpc = "off (--no-grpc)" if options.no_grpc else f"{escape(options.grpc_address)}"
         print_(f"  API      [bold]{url}/v1[/] (OpenAI), gRPC {grpc}")

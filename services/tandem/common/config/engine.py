@@ -88,9 +88,9 @@ class EngineOptions(Options):
     quantized weights stay quantized. With bfloat16 or float32, quantized weights are converted to
     this type at load, except fp8 weights on native kernels."""
     kv_dtype: KvDtype = "auto"
-    """Data type of the KV pool. auto: the same as the computation. Compared with bfloat16, int8 and
-    fp8_e4m3 take about half of the memory, k8v4 (keys of 8 bits, values of 4 bits) 40%, and int4
-    28%. k8v4 and int4 need native or torch kernels. int4 runs a calibration when the model starts
+    """Data type of the KV cache. auto: the same as the computation. Compared with bfloat16, int8
+    and fp8_e4m3 take about half of the memory, k8v4 (keys of 8 bits, values of 4 bits) 40%, and
+    int4 28%. k8v4 and int4 need native or torch kernels. int4 runs a calibration when the model starts
     for the first time. For models with DeepSeek's latent attention, int8 is the only quantized
     type."""
     numerics: Numerics = "fast"
@@ -105,14 +105,14 @@ class EngineOptions(Options):
     block_size: Positive = 16
     """Number of tokens in a KV block."""
     kv_bytes_max: Annotated[SizeOrNone, Parameter(name="--kv-memory")] = None
-    """Memory of a worker's KV pool, such as 4GiB. 0: 1GiB on CPUs; on GPUs, all that the rest of
+    """Memory of a worker's KV cache, such as 4GiB. 0: 1GiB on CPUs; on GPUs, all that the rest of
     the worker leaves of --gpu-memory-utilization."""
     num_blocks: PositiveOrNone = None
-    """Number of blocks in the KV pool. 0: as many as --kv-memory holds."""
+    """Number of blocks in the KV cache. 0: as many as --kv-memory holds."""
     gpu_memory_utilization: GpuShare = 0.9
-    """Share of a GPU's total memory for a worker's weights, steps, CUDA graphs and KV pool, above 0
-    and up to 1. `tandem up` divides it among the workers on one GPU. If --kv-memory or --num-blocks
-    is given, the pool has that size, whatever the share is."""
+    """Share of a GPU's total memory for a worker's weights, steps, CUDA graphs and KV cache, above
+    0 and up to 1. `tandem up` divides it among the workers on one GPU. If --kv-memory or
+    --num-blocks is given, the KV cache has that size, whatever the share is."""
     kv_host_bytes: Annotated[Size, Parameter(name="--kv-host-memory")] = 0
     """Host memory of each worker for copies of evicted KV blocks, such as 8GiB. 0: no copies in
     host memory."""
@@ -141,7 +141,7 @@ class EngineOptions(Options):
     blocks. lru first drops the least recently used copy. prefix first drops the end of the longest
     prefix. priority first drops the copy with the lowest kv_priority."""
     kv_pin_share: PinShare = 0.5
-    """Largest share of the KV pool, and of each tier, that requests may protect from eviction: 0
+    """Largest share of the KV cache, and of each tier, that requests may protect from eviction: 0
     to 1."""
     max_model_len: PositiveOrNone = None
     """Largest number of tokens in a prompt and its answer together. 0: the model's own limit."""

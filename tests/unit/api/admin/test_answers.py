@@ -334,7 +334,7 @@ def test_one_more_decode_worker_shortens_steps_of_full_workers() -> None:
     busy = [worker(f"decode-{n}", **load) for n in range(2)]
     assert one_more_decode(busy, NO_BOTTLENECK, (), 60.0) == (
         "A decode step would be about 25% shorter, with 4.0 decoding requests at each decode worker"
-        " instead of 6.0, if the new worker has processor cores or a GPU of its own. The 60 ms"
+        " instead of 6.0, if the new worker has CPU cores or a GPU of its own. The 60 ms"
         " between tokens, the last minute's median, would be 45 ms at best."
         " 2 requests queued at decode workers could start. Room for KV in the decode pool"
         " would grow by 50%, from 3,200 to about 4,800 tokens."

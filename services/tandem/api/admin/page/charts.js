@@ -19,7 +19,7 @@ const HEALTH = [
   ["Requests", number(0), [["decoding", "decoding", "text"], ["in_prefill", "in prefill", "prefill", DASH], ["queued", "queued", "queue", DOT]], "now"],
   ["Time to first token", milliseconds, [["ttft_p50_ms", "median", "text"], ["ttft_max_ms", "slowest", "text", DASH]], "in the last minute"],
   ["Time between tokens", milliseconds, [["itl_p50_ms", "median", "text"], ["itl_p95_ms", "95%", "text", DASH]], "in the last minute"],
-  ["Errors a second", number(1), [["errors_per_s", "failed", "bad"]], "in the last 5 s"],
+  ["Failures a second", number(1), [["errors_per_s", "failed", "bad"]], "in the last 5 s"],
   ["KV cache", percent, [["kv_used_share", "in use", "kv"], ["kv_cached_share", "reusable", "kv", DASH]], "now"],
 ];
 const MORE = [
