@@ -54,15 +54,15 @@ def widen(data: torch.Tensor, block_type: int) -> torch.Tensor:
     numbers = e2m1(parts.numbers) if is_e2m1 else parts.numbers.float()
     wide = numbers.view(*scales.shape, -1)
     if isinstance(parts.zeros, torch.Tensor):
-        wide = wide - parts.zeros.unsqueeze(-1).float()
+        wide -= parts.zeros.unsqueeze(-1)
     elif parts.zeros:
-        wide = wide - parts.zeros
-    wide = wide * scales.unsqueeze(-1)
+        wide -= parts.zeros
+    wide *= scales.unsqueeze(-1)
     if parts.mins is not None:
         mins = parts.mins.float()
         if parts.block_mins is not None:
             mins = parts.block_mins.float() * mins
-        wide = wide + mins.unsqueeze(-1)
+        wide += mins.unsqueeze(-1)
     return wide.flatten(1)
 
 

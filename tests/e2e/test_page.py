@@ -30,7 +30,7 @@ def test_a_chat_is_sent_with_enter_and_explained_by_the_page(cluster: LocalClust
         assert "First token after" in told
         assert "Prompt on prefill-0, tokens on decode-0, which pulled" in told
         assert "decode-0 was the only decode worker to choose from." in told
-        page.wait_for_selector("[data-answer=minute]:has-text('ended, and none failed')")
+        page.wait_for_selector("[data-answer=minute]:has-text('1 ended; none failed')")
         assert "First tokens" in page.inner_text("[data-answer=slow]")
         assert "free (total: " in page.inner_text("[data-answer=kv]")
         assert "Room for KV" in page.inner_text("[data-answer=more_decode]")

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from tandem.common.config.transfer import TransferConfig
-from tandem.errors import Incompatible, InternalError, TandemError
+from tandem.errors import InternalError, TandemError
 from tandem.transfer.cuda_ipc.agent import CudaIpcAgent, IpcDevice
 from tandem.transfer.nixl.agent import NixlAgent
 from tandem.transfer.nixl.producer import readable_agent
@@ -237,10 +237,10 @@ class TransferThread:
     def _connect(
         self, peer_id: str, metadata: bytes, pool: messages.RemotePool, transport: str
     ) -> None:
-        error = self._failure
+        error = self._why_not(transport)
         if not error:
             try:
-                self._reader(transport).connect(peer_id, metadata, pool)
+                self._readers[transport].connect(peer_id, metadata, pool)
             except TandemError as raised:
                 error = raised.message
         if error:
@@ -256,11 +256,11 @@ class TransferThread:
         for reader in self._readers.values():
             reader.cancel(pull_id)
 
-    def _reader(self, transport: str) -> BlockReader:
-        """Raises Incompatible if this process does not use the transport."""
-        if (reader := self._readers.get(transport)) is None:
-            raise Incompatible(f"the engine process does not use the transport {transport}")
-        return reader
+    def _why_not(self, transport: str) -> str:
+        """Returns why nothing can be read over a transport; "" if reads are possible."""
+        if transport in self._readers:
+            return self._failure
+        return self._failure or f"the engine process does not use the transport {transport}"
 
     def _probe(self, probing: _Probing) -> None:
         self._num_probes += 1
@@ -271,14 +271,12 @@ class TransferThread:
         )
 
     def _submit(self, pull: messages.Pull) -> None:
-        if self._failure:
-            self._settle(
-                messages.PullResult(pull.pull_id, False, error=self._failure, reason="broken")
-            )
+        if error := self._why_not(pull.transport):
+            self._settle(messages.PullResult(pull.pull_id, False, error=error, reason="broken"))
             self._on_event(messages.Unfenced(pull.local_block_ids))  # no read was started
             return
         self._under_way.add(pull.pull_id)
-        self._reader(pull.transport).submit(pull)
+        self._readers[pull.transport].submit(pull)
 
     def _describe_producer(self, request_id: int) -> None:
         metadata = cuda_ipc = b""

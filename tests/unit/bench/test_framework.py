@@ -144,7 +144,7 @@ def test_the_commands_of_a_docstring_are_those_of_its_program(source: Path) -> N
     usage = ast.get_docstring(ast.parse(text)) or ""
     if source.name == "framework.py":  # the docstring's command is an example
         return
-    module = ".".join(source.relative_to(ROOT).with_suffix("").parts)
+    module = ".".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     for named, options in re.findall(r"python -m (benchmarks\.[\w.]*\w)(.*(?:\n {8}.*)*)", usage):
         assert named == module
         for option in re.findall(r"(?<!\S)\[?--([a-z-]+)", options):

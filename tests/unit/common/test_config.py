@@ -98,7 +98,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: replace(ENGINE, num_threads=0), "threads"),
     (lambda: replace(ENGINE, numerics="invariant", dtype="bfloat16"), "float32"),
     (lambda: replace(ENGINE, numerics="invariant", kv_dtype="bfloat16"), "float32"),
-    (lambda: TransferConfig(transport="tcp"), "auto, nixl, grpc"),  # type: ignore[arg-type]
+    (lambda: TransferConfig(transport="tcp"), "auto, cuda_ipc, nixl, grpc"),  # type: ignore[arg-type]
     (
         lambda: WorkerConfig(
             role="router",  # type: ignore[arg-type]

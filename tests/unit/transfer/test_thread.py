@@ -273,8 +273,14 @@ def test_a_transport_that_this_process_does_not_use_is_refused(
     connected = messages.PeerConnected("peer", error, transport="cuda_ipc")
     assert events.get(timeout=DEADLINE_S) == connected
     transfer.disconnect("peer", "cuda_ipc")
+    transfer.submit(pull(transport="cuda_ipc"))
+    result = PullResult("a", False, error=error, reason="broken")
+    assert events.get(timeout=DEADLINE_S) == messages.Settled(result)
+    assert events.get(timeout=DEADLINE_S) == messages.Unfenced([3, 4])
     transfer.submit(pull())
-    assert isinstance(events.get(timeout=DEADLINE_S), messages.Settled)
+    settled = events.get(timeout=DEADLINE_S)
+    assert isinstance(settled, messages.Settled)
+    assert settled.result.reason == "refused", "the thread is not broken"
 
 
 @pytest.mark.parametrize(

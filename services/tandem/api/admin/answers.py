@@ -5,8 +5,9 @@
   minute       What happened in the last minute?
   more_decode  What would one more decode worker change?
 
-Answers about requests cover only the requests of this router. A `Request` is the dictionary that
-`RequestRecord.as_dict` returns. All times are in seconds since the epoch.
+Answers about requests cover only the requests of this router. Only the numbers of requests that
+decode, are in prefill or are queued are those of all workers and this router. A `Request` is the
+dictionary that `RequestRecord.as_dict` returns. All times are in seconds since the epoch.
 """
 
 import re
@@ -112,7 +113,7 @@ class Bottleneck:
         """The cause of slow first tokens and its remedy, in a sentence; "" if it is not known."""
         pool = {"prefill": "prefill workers", "decode": "decode workers", "": ""}[self.role]
         best = f"one more {self.role} worker would help most"
-        return f"Prompts wait for {pool}: {best}." if self.role else ""
+        return f"In the last minute, prompts waited most for {pool}: {best}." if self.role else ""
 
 
 def answers_of(
@@ -243,8 +244,8 @@ def slow(
     stuck = ""
     if waiting.num_late:
         verb = "is" if waiting.number == 1 else "are"
-        stuck = f"{count(waiting.number, 'request')} {verb} in prefill or queued now; the oldest"
-        stuck += f" without a token has waited {waiting.oldest_s:.0f} s.{_most_queued(known)}"
+        stuck = f"{count(waiting.number, 'request')} {verb} in prefill or queued now; the longest"
+        stuck += f" wait for a first token is {waiting.oldest_s:.0f} s.{_most_queued(known)}"
     if not recent or first.median_ms is None or first.max_ms is None:
         return stuck or "Nothing to report: no request got a first token in the last minute."
     slowest = min(recent, key=lambda r: (-r["ttft_ms"], r["created"], r["id"]))
@@ -470,7 +471,8 @@ def one_more_decode(
     from the bottleneck.
 
     `itl_ms` is the median time between tokens in the last minute. If decode workers are starting,
-    the prediction is for the time when they are ready.
+    the prediction is for the time when they are ready. It then does not use `itl_ms`, which was
+    measured with another number of workers.
     """
     decode = _ready(known, "decode")
     coming = [r.worker_id for r in rows if r.pool == "decode" and r.state in _COMING]
@@ -488,7 +490,7 @@ def one_more_decode(
         room += f", from {tokens:,} to about {tokens * num_then // len(decode):,} tokens"
     parts = [_on_first_tokens(bottleneck, num_then - len(decode), num_then), back]
     if num_decoding:
-        parts.append(_steps(decode, num_decoding, num_then, itl_ms))
+        parts.append(_steps(decode, num_decoding, num_then, None if coming else itl_ms))
     else:
         parts.append("The time between tokens would not change: no request is decoding now.")
     if num_queued:

@@ -140,7 +140,7 @@ class PageFeed:
         """Raises QueueFull if VIEWERS_MAX pages are open."""
         if len(self._viewers) >= VIEWERS_MAX:
             raise QueueFull(
-                f"the admin page of this router is already open {VIEWERS_MAX} times, which is "
+                f"the live page of this router is already open {VIEWERS_MAX} times, which is "
                 "the maximum; close one of these pages",
                 retry_after_s=_RETRY_AFTER_S,
             )
@@ -172,7 +172,7 @@ class PageFeed:
                 try:
                     await self.look(time.time())
                 except Exception:
-                    log.exception("the admin page cannot be updated; requests are still served")
+                    log.exception("the live page cannot be updated; requests are still served")
                     await asyncio.sleep(_AFTER_BUG_S)
                 await asyncio.sleep(INTERVAL_S)
                 if not self._viewers:
@@ -274,7 +274,7 @@ class PageFeed:
                     async with asyncio.timeout(_EVENTS_DEADLINE_S):
                         self._events = await self._view.events.read(EVENTS_MAX, self._trail)
             except Exception:  # for example, a router of another version wrote an unknown entry
-                log.exception("the admin page cannot read new events and shows only older ones")
+                log.exception("the live page cannot read new events and shows only older ones")
                 await asyncio.sleep(_AFTER_BUG_S)
             await asyncio.sleep(_EVENTS_EVERY_S)
 
@@ -298,7 +298,7 @@ class LiveStream(Response):
             try:
                 await until_disconnect(receive, self._send_all(viewer, send))
             except (ClientDisconnect, OSError):
-                log.debug("a viewer closed the admin page")
+                log.debug("a viewer closed the live page")
 
     async def _send_all(self, viewer: Viewer, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

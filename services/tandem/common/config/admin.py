@@ -23,6 +23,6 @@ class AdminOptions(Options):
     """Address on which both admin ports listen. At addresses other than 127.0.0.1 and ::1, calls
     need an API key."""
     port: Port = 8002
-    """Port of the admin page, the metrics and the HTTP API for operators."""
+    """Port of the live page, the metrics and the HTTP API for operators."""
     grpc_port: Port = 8003
     """Port of the gRPC API for operators."""

@@ -92,9 +92,9 @@ class GpuMemory:
 
         If the GPU is large enough but too little of it is free, waits at most `wait_s` seconds.
         CUDA frees a process's memory only after the end of the process, and not while another
-        process has mapped the memory. UCX maps a peer's whole KV pool when two workers connect over
-        CUDA IPC, and keeps it mapped until the mapping process ends. So a worker that was killed
-        may leave its GPU full.
+        process has mapped the memory. Peers on this machine map the KV pool of a worker, and unmap
+        it some seconds after the worker was killed, when they disconnect. With --transport nixl,
+        UCX keeps it mapped until the mapping process ends.
         """
         self._take_turn()
         expected = Parts(weights=weights_bytes, pool=pool_bytes or None)

@@ -110,10 +110,10 @@ def test_quick_first_tokens_do_not_stand_out() -> None:
 def test_requests_that_wait_are_slow_before_they_have_a_token() -> None:
     waiting = replace(NOTHING, waiting=Waiting(2, 1, 8.0))
     assert slow([request(None, 8.0), request(None, 3.0)], waiting, NOW) == (
-        "2 requests are in prefill or queued now; the oldest without a token has waited 8 s."
+        "2 requests are in prefill or queued now; the longest wait for a first token is 8 s."
     )
     told = slow([request(80.0)], replace(QUICK, waiting=Waiting(1, 1, 8.0)), NOW)
-    assert "1 request is in prefill or queued now; the oldest without a token has waited 8" in told
+    assert "1 request is in prefill or queued now; the longest wait for a first token is 8" in told
     assert "First tokens are slow:" in told
     early = replace(QUICK, waiting=Waiting(1, 0, 1.0))
     assert "in prefill or queued" not in slow([request(80.0)], early, NOW)
@@ -149,7 +149,7 @@ def test_requests_without_a_token_say_where_the_prompts_are() -> None:
     waiting = replace(NOTHING, waiting=Waiting(1, 1, 8.0))
     told = slow([request(None, 8.0)], waiting, NOW, known=known)
     assert told == (
-        "1 request is in prefill or queued now; the oldest without a token has waited 8 s."
+        "1 request is in prefill or queued now; the longest wait for a first token is 8 s."
         " prefill-0 has the most prompt tokens to compute: 9,200."
     )
 
@@ -313,8 +313,8 @@ def test_the_verdict_has_the_cause_of_slow_first_tokens_and_the_longest_wait() -
     prefill = Bottleneck("prefill", "evidence")
     assert verdict(rows, QUICK, prefill, is_well=True) == "", "a queue alone is not slow"
     assert verdict(rows, SLOW, prefill, is_well=True).endswith(
-        "(median 200 ms, slowest 4.0 s). Prompts wait for prefill workers: one more prefill worker"
-        " would help most."
+        "(median 200 ms, slowest 4.0 s). In the last minute, prompts waited most for prefill"
+        " workers: one more prefill worker would help most."
     )
     longer = replace(SLOW, waiting=Waiting(2, 2, 40.0))
     assert verdict(rows, longer, NO_BOTTLENECK, is_well=True).endswith(
@@ -362,8 +362,9 @@ def test_the_bottleneck_is_named_first() -> None:
         "First tokens would come sooner: the bottleneck is decode, and the new worker would take"
         " over 50% of the decode workers' prompts. "
     )
-    assert (
-        decode.cause == "Prompts wait for decode workers: one more decode worker would help most."
+    assert decode.cause == (
+        "In the last minute, prompts waited most for decode workers: one more decode worker would"
+        " help most."
     )
 
 
@@ -401,8 +402,9 @@ def test_figures_are_for_the_workers_that_come_back() -> None:
     rows = [WorkerRow(f"decode-{n}", "decode", "loading") for n in (1, 2)]
     rows.append(WorkerRow("decode-0", "decode", "ready"))
     back = "decode-1, decode-2 are starting: the figures are for 3 decode workers instead of 1."
-    told = one_more_decode([worker("decode-0", num_running=6)], NO_BOTTLENECK, rows)
+    told = one_more_decode([worker("decode-0", num_running=6)], NO_BOTTLENECK, rows, 60.0)
     assert told.startswith(back)
+    assert "60 ms" not in told, "it was measured with the workers that come back"
     assert "with 2.0 decoding requests at each decode worker instead of 6.0" in told
     assert told.endswith("would grow by 200%, from 1,600 to about 4,800 tokens.")
     prefill = Bottleneck("prefill", "evidence")

@@ -168,7 +168,7 @@ async def test_the_tile_the_boxes_and_the_words_have_the_same_requests(
     boxes = [sum(rows[f"decode-{n}"][column] for n in range(2)) for column in columns]
     assert boxes == [6, 7, 1], "the tile without the router's request"
     assert full["answers"]["slow"].startswith(
-        "9 requests are in prefill or queued now; the oldest without a token has waited 9 s."
+        "9 requests are in prefill or queued now; the longest wait for a first token is 9 s."
     )
     phases = {request["id"]: request["phase"] for request in full["requests"]}
     assert phases == {"r1": "router", "r2": ""}

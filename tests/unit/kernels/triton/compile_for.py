@@ -9,7 +9,8 @@ of shared memory, the instruction of matrix products, and "left out" if the tune
 the config on a card of the architecture. Its exit status is 1, and the last lines say why, if
 
 - all compiled configs of a kernel spill registers or need more shared memory than the card has, or
-- a product of 64 rows or more does not use the large products of the architecture.
+- a product of 64 rows or more does not use the large products of the architecture, or
+- the sampler has more barriers than it should.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ from tandem_kernels.triton.tuning import TunedKernel
 SHARED_MAX = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 # The instruction of products of 64 rows or more, where an architecture has one.
 LARGE_PRODUCT = {90: "wgmma", 100: "tcgen05"}
+# A program samples one row, so its barriers are not hidden by other work.
+BARRIERS_MAX = {"_sample": 40}
 # Warps of kernels that are launched with another number than Triton's default, 4.
 NUM_WARPS = {
     "_add_rms_norm": norm.num_warps(4096),
@@ -346,6 +349,7 @@ class Compiled:
     shared: int  # bytes a program
     product: str  # instruction of matrix products: wgmma, tcgen05, mma or nothing
     rows: int  # rows of a tile of the product; 0 if the kernel has none
+    barriers: int  # places in the code at which the threads of a program wait for each other
 
     def is_left_out(self, arch: int) -> bool:
         """Returns whether the tuner does not choose this config."""
@@ -410,7 +414,8 @@ def _compile(
     product = next((name for name, text in products.items() if text in ptx), "")
     rows = constexprs.get("ROWS", 0) if product else 0
     shared = compiled.metadata.shared
-    return Compiled(function.__name__, config, registers, spilled, shared, product, rows)
+    barriers = ptx.count("bar.sync")
+    return Compiled(function.__name__, config, registers, spilled, shared, product, rows, barriers)
 
 
 def faults(compiled: list[Compiled], arch: int) -> list[str]:
@@ -423,6 +428,11 @@ def faults(compiled: list[Compiled], arch: int) -> list[str]:
         f"{wanted} is not used: {each.line(arch)}"
         for each in compiled
         if wanted and each.rows >= 64 and each.product != wanted and not each.is_left_out(arch)
+    ]
+    found += [
+        f"{each.barriers} barriers are more than {BARRIERS_MAX[each.kernel]}: {each.line(arch)}"
+        for each in compiled
+        if each.barriers > BARRIERS_MAX.get(each.kernel, each.barriers)
     ]
     return found
 

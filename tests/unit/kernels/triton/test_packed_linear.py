@@ -6,12 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 from tandem.engine.executor.triton.products import packed_weight
 from tandem.engine.executor.weights.decoder_weights import Quantized
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups, by_columns
-from tandem_kernels.triton.packed_linear import choose_splits, packed_linear
+from tandem_kernels.triton.packed_linear import (
+    CONFIGS,
+    _packed_linear,
+    choose_splits,
+    packed_linear,
+)
 from tandem_kernels.triton.weight_tiles import Form, PackedWeight, can_multiply
 from tests.random_blocks import TYPES, random_blocks
 
@@ -112,6 +118,20 @@ def test_e4m3(
     num_in: int, runs: int, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     check(fp8(70, num_in, runs), num_rows, dtype, device, has_bias=runs == 2)
+
+
+@pytest.mark.parametrize("config", CONFIGS[1:], ids=str)
+def test_other_tiles(
+    config: triton.Config, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles with several groups, blocks and bytes of high bits, and with the end of a row."""
+    monkeypatch.setattr(_packed_linear, "configs", [config])
+    for name in ("Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q8_0"):
+        weight = PackedGroups.of_blocks(random_blocks(name, 70, 768))
+        check(weight, 3, torch.float32, device)
+    check(PackedGroups.of_blocks(random_blocks("Q5_1", 70, 480)), 3, torch.float32, device)
+    check(integers(70, 640, 5, "zeros"), 3, torch.float32, device, splits=2)
+    check(fp8(70, 300, 3), 3, torch.float32, device)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 5])

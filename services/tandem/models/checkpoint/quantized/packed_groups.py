@@ -204,7 +204,7 @@ class PackedGroups:
 
 def by_columns(of_groups: torch.Tensor) -> torch.Tensor:
     """Returns the same [out, groups] tensor, stored column by column."""
-    return of_groups.t().contiguous().t()
+    return _bytes_of(of_groups).t().contiguous().t().view(of_groups.dtype)
 
 
 def _packed(numbers: torch.Tensor) -> torch.Tensor:
