@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gguf
 import pytest
@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from tandem.engine.executor import runner as runner_module
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.weights.load import load_weights
+from tandem.engine.executor.weights.share import Share, joined_products
 from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import converted_folder
 from tandem.models.source import read_folder
@@ -131,17 +133,21 @@ def test_logits_are_those_of_merged_weights(
 
 
 @pytest.mark.parametrize("base", ["Q4_1", "fp8"])
-@pytest.mark.parametrize("numerics", ["invariant", "fast"])
+@pytest.mark.parametrize(
+    ("kernels", "numerics"), [("torch", "invariant"), ("torch", "fast"), ("triton", "fast")]
+)
 def test_two_ranks_have_shares_of_quantized_matrices(
-    base: str, numerics: str, bases: dict[str, Base], tmp_path: Path
+    base: str, kernels: str, numerics: str, bases: dict[str, Base], tmp_path: Path
 ) -> None:
     """Quantized matrices are divided by outputs in both numerics."""
     folder, _ = bases[base]
     write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL), r=12)
     found = []
     for num_ranks in (1, 2):
-        runner = make_runner(folder, numerics, "torch", dtype="auto", tensor_parallel=num_ranks)
-        assert kept_type(runner) == KEPT[base, "torch"][1]
+        more: dict[str, Any] = {"dtype": "auto", "tensor_parallel": num_ranks, "max_num_seqs": 4}
+        runner = make_runner(folder, numerics, kernels, **more)
+        kept = {"fp8": "Fp8", "Q4_1": "GgufBlocks" if kernels == "torch" else "PackedGroups"}
+        assert kept_type(runner) == kept[base]
         digest = add(runner, tmp_path / "one")
         found.append(run(runner, [(PROMPTS[i], digest if i % 2 else "") for i in range(4)]))
         runner.close()
@@ -150,6 +156,24 @@ def test_two_ranks_have_shares_of_quantized_matrices(
     else:  # of tokens that are computed in bfloat16
         for one, other in zip(*found, strict=True):
             assert (one - other).norm() / one.norm() < 0.05
+
+
+def test_a_ranks_shares_of_q_k_and_v_become_one_matrix_on_a_gpu(bases: dict[str, Base]) -> None:
+    folder, _ = bases["Q4_1"]
+    layer = load_weights(
+        folder.weight_files,
+        folder.config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kept_for="triton",
+        share=Share(1, 2),
+    ).layers[0]
+    (qkv,) = joined_products(layer).qkv
+    assert qkv.blocks is not None
+    apart = [part.blocks.numbers() for part in layer.qkv if part.blocks is not None]
+    assert len(apart) == 3
+    assert torch.equal(qkv.blocks.numbers(), torch.cat(apart))
+    assert qkv.weight.shape == qkv.blocks.shape
 
 
 def nine(runner: ModelRunner, path: Path, lengths: tuple[int, ...]) -> list[tuple[list[int], str]]:

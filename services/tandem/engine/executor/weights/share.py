@@ -27,6 +27,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     LayerWeights,
     Linear,
     Mlp,
+    joined,
 )
 from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights, Parts
 from tandem.models.config.layers import LayerSpec
@@ -124,7 +125,7 @@ def share_of_outputs(matrix: Linear, share: Share) -> Linear:
 
 def joined_products(layer: LayerWeights) -> LayerWeights:
     """Copies the matrices q, k and v to one matrix, and gate and up to another, so that one kernel
-    multiplies them. Quantized matrices stay separate."""
+    multiplies them. Quantized matrices whose formats differ stay separate."""
 
     def mlp(weights: Mlp) -> Mlp:
         return replace(weights, gate_up=_joined(weights.gate_up))
@@ -137,11 +138,13 @@ def joined_products(layer: LayerWeights) -> LayerWeights:
 
 
 def _joined(parts: tuple[Linear, ...]) -> tuple[Linear, ...]:
-    if len(parts) == 1 or any(part.blocks is not None for part in parts):
+    quantized = [part.blocks for part in parts if part.blocks is not None]
+    blocks = joined(quantized) if len(quantized) == len(parts) else None
+    if len(parts) == 1 or (quantized and blocks is None):
         return parts
-    biases = [part.bias for part in parts if part.bias is not None]
     weight = torch.cat([part.weight for part in parts])
-    return (Linear(weight, torch.cat(biases) if biases else None),)
+    biases = [part.bias for part in parts if part.bias is not None]
+    return (Linear(weight, torch.cat(biases) if biases else None, blocks),)
 
 
 def _mlp(mlp: Mlp, share: Share) -> Mlp:
