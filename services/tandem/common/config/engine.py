@@ -90,9 +90,9 @@ class EngineOptions(Options):
     kv_dtype: KvDtype = "auto"
     """Data type of the KV cache. auto: the same as the computation. Compared with bfloat16, int8
     and fp8_e4m3 take about half of the memory, k8v4 (keys of 8 bits, values of 4 bits) 40%, and
-    int4 28%. k8v4 and int4 need native or torch kernels. int4 runs a calibration when the model starts
-    for the first time. For models with DeepSeek's latent attention, int8 is the only quantized
-    type."""
+    int4 28%. k8v4 and int4 need native or torch kernels. int4 runs a calibration when the model
+    starts for the first time. For models with DeepSeek's latent attention, int8 is the only
+    quantized type."""
     numerics: Numerics = "fast"
     """invariant: compute in float32, so that an answer does not depend on other requests in the
     batch. fast: faster, without this guarantee."""
