@@ -158,7 +158,7 @@ class Publisher:
                 await self._index.forget(self._worker_id)
         except (*UNREACHABLE, TandemError) as error:
             logger.warning(
-                "worker %s could not be removed from the prefix tree; a later sweep removes it: %r",
+                "worker %s could not be removed from the prefix tree (%r); it is removed later",
                 self._worker_id,
                 error,
             )

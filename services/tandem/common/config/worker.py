@@ -71,7 +71,7 @@ class WorkerOptions(Options):
     """
 
     role: Annotated[Role, Own]
-    """Pool of the worker."""
+    """Pool that the worker joins: prefill or decode."""
     worker_id: Annotated[Text, Own] = ""
     """Name of the worker. Default: the role and a random number."""
     host: Annotated[str, Own] = "127.0.0.1"

@@ -70,7 +70,9 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
     if given is not None:
         have_rope = _one_per_layer(given, "no_rope_layers", num_layers)
         if any(each not in (0, 1) for each in have_rope):
-            raise UnsupportedModel(f"no_rope_layers is {given!r:.80}; it must have 0 and 1 only")
+            raise UnsupportedModel(
+                f"no_rope_layers is {given!r:.80}; it must have a 0 or a 1 for each layer"
+            )
         return [bool(each) for each in have_rope]
     interval = optional_size(config, "no_rope_layer_interval", _DEFAULT_NO_ROPE_INTERVAL)
     return [(layer + 1) % interval != 0 for layer in range(num_layers)]

@@ -149,7 +149,7 @@ class _Scan:
                 "gguf-convert-endian of the gguf package"
             )
         if (number := int.from_bytes(version, "little")) not in _VERSIONS:
-            raise ValueError(f"its version is {number}; supported are versions 2 and 3")
+            raise ValueError(f"its GGUF version is {number}; versions 2 and 3 are supported")
 
     def _key_and_value(self) -> tuple[str, Any]:
         key = self._string()

@@ -170,7 +170,7 @@ def test_an_update_changes_the_named_limits_and_no_secret():
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"requests": 1}, "there is no limit 'requests'"),
+        ({"requests": 1}, "no limit is named 'requests'"),
         ({"requests_per_minute": -1}, "a limit has an invalid value"),
         ({"requests_per_minute": "many"}, "a limit has an invalid value"),
         ({"weight": 0}, "a limit has an invalid value"),

@@ -281,7 +281,7 @@ class Packer:
             for each in stored:
                 each.check_numbers()
             raise AssertionError(
-                "the native kernels reported a NaN in fp8 weights, but all weights are numbers"
+                "the native kernels found a NaN in fp8 weights, but Python found none"
             )
         num_out = len(scales)
         scales = pad(scales, (0, 0, 0, -num_out % PANEL))

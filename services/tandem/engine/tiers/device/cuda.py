@@ -43,8 +43,8 @@ class CudaDevice(Device):
         error = cudart.cudaHostRegister(address, num_bytes, 0)
         if error != cudart.cudaError.success:
             log.warning(
-                "CUDA cannot pin %s bytes of host memory for KV tiers (%s): copies are slower. "
-                "Allow the process more memory, or lower --kv-host-memory",
+                "CUDA cannot pin %s bytes of host memory for KV tiers (%s), so copies are slower; "
+                "raise the process's limit of locked memory (ulimit -l), or lower --kv-host-memory",
                 f"{num_bytes:,}",
                 cudart.cudaGetErrorString(error),
             )
