@@ -88,10 +88,10 @@ class EngineOptions(Options):
     quantized weights stay quantized. With bfloat16 or float32, quantized weights are converted to
     this type at load, except fp8 weights on native kernels."""
     kv_dtype: KvDtype = "auto"
-    """Data type of the KV cache. auto: the same as the computation. int8 and fp8_e4m3 take
-    about half of the memory of bfloat16, k8v4 (keys of 8 bits, values of 4 bits) 40%, and int4 28%. k8v4 and int4 need native or torch kernels. int4 runs a calibration when the model
-    starts for the first time. For models with DeepSeek's latent attention, int8 is the only
-    quantized type."""
+    """Data type of the KV cache. auto: the same as the computation. int8 and fp8_e4m3 take about
+    half of the memory of bfloat16, k8v4 (keys of 8 bits, values of 4 bits) 40%, and int4 28%. k8v4
+    and int4 need native or torch kernels. int4 runs a calibration when the model starts for the
+    first time. For models with DeepSeek's latent attention, int8 is the only quantized type."""
     numerics: Numerics = "fast"
     """invariant: compute in float32, so that an answer does not depend on other requests in the
     batch. fast: faster, without this guarantee."""

@@ -41,7 +41,7 @@ NESTED = struct.pack("<IQ", ARRAY, 1) * 1000
 BROKEN = {
     "empty": (b"", "empty"),
     "another format": (b"PK\x03\x04" + bytes(100), "does not begin with the bytes GGUF"),
-    "version 1": (header(version=1), "its version is 1"),
+    "version 1": (header(version=1), "its GGUF version is 1"),
     "big-endian": (header(version=3 << 24), "it is big-endian, but only little-endian files are"),
     "cut in the header": (b"GGUF\x03", "within its metadata"),
     "keys that it lacks": (header(num_keys=10), "within its metadata"),
