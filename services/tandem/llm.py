@@ -810,8 +810,8 @@ def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) ->
     option."""
     if options.get("pipeline_parallel_size", 1) != 1:
         raise ConfigError(
-            "pipeline parallelism is not supported: the layers of a model cannot be divided among "
-            "devices; tensor_parallel_size divides each layer among processes"
+            "pipeline parallelism is not supported, so no device can have only some layers; "
+            "use tensor_parallel_size, which divides each layer among processes"
         )
     named = {_VLLM_OPTIONS.get(name, name): value for name, value in options.items()}
     named.pop("pipeline_parallel_size", None)

@@ -205,8 +205,8 @@ def _explained(text: str) -> str:
     """Replaces the text of an error about an option that other engines have, and Tandem lacks."""
     if "--pipeline-parallel" in text:
         return (
-            "pipeline parallelism is not supported: the layers of a model cannot be divided among "
-            "devices; --tensor-parallel divides each layer among the processes of a worker"
+            "pipeline parallelism is not supported, so no device can have only some layers; "
+            "use --tensor-parallel, which divides each layer among the processes of a worker"
         )
     return text
 

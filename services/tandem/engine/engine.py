@@ -189,8 +189,8 @@ class Engine:
         old = self._sequences.find(spec.sequence_id)
         if Mode.PREFILL_ONLY in (old.mode, spec.mode):
             raise InternalError(
-                f"sequence {spec.sequence_id} is prefilled for another worker, so it cannot be "
-                "restarted here"
+                f"sequence {spec.sequence_id} cannot be restarted: this worker only "
+                "prefills it, for another worker"
             )
         self._drop(old, unsafe_blocks)
         self._new_sequences.check(spec)
@@ -232,7 +232,8 @@ class Engine:
         sequence = self._sequences.awaiting(sequence_id)
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(
-                f"sequence {sequence_id} waits for the KV of its whole prompt, not of a prefix"
+                f"sequence {sequence_id} waits for the KV of its whole prompt; this call needs "
+                "one that waits for the KV of a prefix"
             )
         try:
             num_stored = sequence.num_stored_blocks
@@ -243,8 +244,8 @@ class Engine:
             check_own(sequence_id, own, unsafe_blocks)
             if not is_short and not self._kv.replace(sequence.tables, unsafe_blocks):
                 raise QueueFull(
-                    "the KV pool has too few free blocks to replace the blocks that an "
-                    "abandoned pull may still write; try again"
+                    "an abandoned pull may still write some blocks of the sequence, and the KV "
+                    "pool has too few free blocks to replace them; try again"
                 )
         except TandemError:
             self._drop(sequence, unsafe_blocks)
@@ -635,6 +636,7 @@ class LiveSequences(dict[str, Sequence]):
         sequence = self.awaiting(sequence_id)
         if sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(
-                f"sequence {sequence_id} waits for the KV of a prefix, not of its whole prompt"
+                f"sequence {sequence_id} waits for the KV of a prefix; this call needs one that "
+                "waits for the KV of its whole prompt"
             )
         return sequence

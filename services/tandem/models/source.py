@@ -140,8 +140,8 @@ def read_folder(
     ends = end_token_ids(path)
     if unknown := [token_id for token_id in ends if token_id >= config.vocab_size]:
         log.warning(
-            "%s: the model cannot generate eos_token_id %s, so no answer ends with it: vocab_size "
-            "is %d",
+            "%s: the model cannot generate eos_token_id %s, which is not below vocab_size (%d), so "
+            "no answer ends with it",
             path,
             ", ".join(map(str, unknown)),
             config.vocab_size,

@@ -129,7 +129,7 @@ class BoundedServer:
                 continue
             except OSError as error:
                 log.error(
-                    "the HTTP server cannot accept connections now and tries again soon: %s", error
+                    "the HTTP server cannot accept connections now (%s) and tries again soon", error
                 )
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue

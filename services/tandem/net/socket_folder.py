@@ -32,7 +32,7 @@ def make_socket_folder() -> Path:
     except OSError as error:
         most = _PATH_BYTES_MAX - _BELOW_BYTES_MAX
         raise ConfigError(
-            f"TMPDIR is {place}, which is too long for the paths of Unix sockets; set it to a "
-            f"folder with a path of at most {most} bytes ({_SHORT} cannot be used instead: "
-            f"{error.strerror})"
+            f"TMPDIR is {place}, a path that is too long for Unix sockets, and {_SHORT} cannot be "
+            f"used instead ({error.strerror}); set TMPDIR to a folder whose path has at most "
+            f"{most} bytes"
         ) from None

@@ -114,7 +114,10 @@ EQUAL = "the numbers must be equal and above 0"
             {"producer_block_ids": [], "local_block_ids": []},
             f"the pull has 0 producer blocks and 0 local blocks; {EQUAL}",
         ),
-        ({"local_block_ids": [3, 8]}, "a block id of the pull is not from 0 to 7"),
+        (
+            {"local_block_ids": [3, 8]},
+            "a block id of the pull is out of range; it must be from 0 to 7",
+        ),
     ],
 )
 def test_a_pull_that_cannot_start_fails_and_leaves_its_blocks_safe(

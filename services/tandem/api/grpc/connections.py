@@ -58,8 +58,8 @@ class ConnectionShares:
             await asyncio.sleep(_INTERVAL_S)
             if num_cut := await asyncio.to_thread(self.cut, port):
                 log.info(
-                    "%d gRPC connections were closed, because their client addresses had more "
-                    "than %d connections each (--connections-per-address)",
+                    "%d gRPC connections were closed, because one client address may have "
+                    "at most %d open (--connections-per-address)",
                     num_cut,
                     self._num_of_address_max,
                 )

@@ -144,9 +144,9 @@ class HttpServer(uvicorn.Server):
                 return
             except OSError as error:
                 log.error(
-                    "HTTP connections cannot be accepted; the router tries again in %g s: %s",
-                    _ACCEPT_PAUSE_S,
+                    "HTTP connections cannot be accepted (%s); the router tries again in %g s",
                     error,
+                    _ACCEPT_PAUSE_S,
                 )
                 loop.remove_reader(listener)
                 loop.call_later(_ACCEPT_PAUSE_S, self._accept_again, listener)
@@ -506,8 +506,8 @@ def _affordable_connections(num_wanted: int) -> int:
         return num_wanted
     num = max(1, (soft - _OTHER_FILES) // 2)
     log.warning(
-        "connections-max is %d, but only %d open files are allowed: at most %d connections are "
-        "accepted; raise `ulimit -n` to %d",
+        "connections-max is %d, but the limit of %d open files allows only %d connections; raise "
+        "`ulimit -n` to %d, or lower connections-max",
         num_wanted,
         soft,
         num,

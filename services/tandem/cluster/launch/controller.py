@@ -146,7 +146,7 @@ def _renew(lease: HeadLease, number: int, address: str) -> bool:
     try:
         return lease.renew(number, address)
     except UNREACHABLE as error:
-        log.warning("Redis does not answer, so the controller's lease is not renewed: %s", error)
+        log.warning("Redis does not answer (%s), so the controller's lease is not renewed", error)
         return True
 
 

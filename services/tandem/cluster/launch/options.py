@@ -109,7 +109,7 @@ class LaunchOptions(Options):
     autoscale_min: Count = 1
     """Smallest number of workers in each pool. 0: idle pools stop until the next request."""
     autoscale_max: Count = 4
-    """Largest number of workers in each pool that the autoscaler starts."""
+    """The autoscaler grows each pool to at most this many workers."""
     admin: AdminOptions = field(default_factory=AdminOptions)
     tls: PublicTls = field(default_factory=PublicTls)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
@@ -129,8 +129,8 @@ class LaunchOptions(Options):
         sizes = (self.num_routers, self.num_prefill, self.num_decode)
         if not self.listen and any(labels_of(size) for size in sizes):
             raise ConfigError(
-                "--prefill, --decode or --routers has a label, which chooses hosts, so --listen "
-                "is needed, too; set --listen, or remove the label"
+                "a label in --prefill, --decode or --routers chooses hosts, which needs --listen; "
+                "set --listen, or remove the label"
             )
         if self.listen and self.no_cluster_tls:
             raise ConfigError(

@@ -115,7 +115,7 @@ def publish_head(redis_url: str, cluster_id: str, head: Head) -> None:
         redis.set(control_key(cluster_id, HEAD_KEY), msgspec.json.encode(head))
         redis.close()
     except UNREACHABLE as error:
-        log.warning("Redis does not answer, so routers cannot show Ray's head: %s", error)
+        log.warning("Redis does not answer (%s), so routers cannot show Ray's head", error)
 
 
 def _key(cluster_id: str, name: str) -> str:

@@ -185,7 +185,9 @@ class Agent:
         member_id = self._member.member_id
         if (found := process.find(member_id, self._run_folder)) is not None:
             log.info(
-                "%s runs already as process %d, which this agent now watches", member_id, found.pid
+                "%s already runs as process %d; this agent now watches that process",
+                member_id,
+                found.pid,
             )
         return found
 

@@ -221,7 +221,7 @@ class PoolController:
                     self._channel.supersede()
                     return False
             except UNREACHABLE as error:
-                log.warning("Redis does not answer, so the pools stay as they are: %s", error)
+                log.warning("Redis does not answer (%s), so the pools stay as they are", error)
                 return False
         try:
             new.write(self._run_folder)
@@ -265,8 +265,8 @@ class PoolController:
             self.report(*ray.get(agent.status.remote(), timeout=30))
         except ray.exceptions.RayError as error:
             log.warning(
-                "a Ray actor that watches a process does not answer; the actor will report the "
-                "state of the process once it runs: %s",
+                "the state of a process is unknown until the Ray actor that watches the process "
+                "answers: %s",
                 error,
             )
 

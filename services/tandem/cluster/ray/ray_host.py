@@ -98,7 +98,7 @@ class RayHost:
         except UNREACHABLE as error:
             if not self._redis_lost:
                 log.warning(
-                    "Redis does not answer, so this host keeps its current role in Ray: %s", error
+                    "Redis does not answer (%s), so this host keeps its current role in Ray", error
                 )
             self._redis_lost = True
         else:

@@ -150,5 +150,5 @@ class ScaleChannel:
 
     def _note_lost(self, error: BaseException) -> None:
         if not self._lost:
-            log.warning("Redis does not answer, so the pools stay as they are: %s", error)
+            log.warning("Redis does not answer (%s), so the pools stay as they are", error)
         self._lost = True

@@ -39,11 +39,11 @@ class AutoscaleConfig(Options):
     prefill_min: Count = 1
     """Smallest number of prefill workers that the autoscaler keeps."""
     prefill_max: Count = 8
-    """Largest number of prefill workers that the autoscaler starts."""
+    """The autoscaler grows the prefill pool to at most this many workers."""
     decode_min: Count = 1
     """Smallest number of decode workers that the autoscaler keeps."""
     decode_max: Count = 8
-    """Largest number of decode workers that the autoscaler starts."""
+    """The autoscaler grows the decode pool to at most this many workers."""
     ttft_s: PositiveSeconds = 2.0
     """Target of the autoscaler for the time to the first token, in seconds."""
     ttft_token_s: Seconds = 0.0

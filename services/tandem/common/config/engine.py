@@ -84,9 +84,9 @@ class EngineOptions(Options):
     device: Device = "auto"
     """Device that computes the model. auto: the GPU if there is one, else the CPU."""
     dtype: Dtype = "auto"
-    """Data type of the computation. auto: bfloat16 if the hardware supports it, else float32, and
-    quantized weights stay quantized. With bfloat16 or float32, quantized weights are converted to
-    this type at load, except fp8 weights on native kernels."""
+    """Data type of the computation. auto: bfloat16 if the hardware supports it, else float32;
+    quantized weights stay quantized. bfloat16, float32: at load, quantized weights are converted to
+    this type, except fp8 weights on native kernels."""
     kv_dtype: KvDtype = "auto"
     """Data type of the KV cache. auto: the same as the computation. int8 and fp8_e4m3 take about
     half of the memory of bfloat16, k8v4 (keys of 8 bits, values of 4 bits) 40%, and int4 28%. k8v4
@@ -104,8 +104,8 @@ class EngineOptions(Options):
     block_size: Positive = 16
     """Number of tokens in a KV block."""
     kv_bytes_max: Annotated[SizeOrNone, Parameter(name="--kv-memory")] = None
-    """Memory of a worker's KV cache, such as 4GiB. 0: 1GiB on CPUs; on GPUs, all that the rest of
-    the worker leaves of --gpu-memory-utilization."""
+    """Memory of a worker's KV cache, such as 4GiB. 0: 1GiB on CPUs; on GPUs, the part of
+    --gpu-memory-utilization that the rest of the worker does not need."""
     num_blocks: PositiveOrNone = None
     """Number of blocks in the KV cache. 0: as many as --kv-memory holds."""
     gpu_memory_utilization: GpuShare = 0.9
@@ -120,8 +120,8 @@ class EngineOptions(Options):
     kv_disk_bytes: Annotated[PositiveSize, Parameter(name="--kv-disk-size")] = 16 << 30
     """Disk space in --kv-disk-path for each worker's copies of evicted KV blocks, such as 16GiB."""
     kv_store_url: Text = ""
-    """URL of an object store, s3://BUCKET/PREFIX, for copies of KV blocks, which all workers of a
-    model share. Default: none."""
+    """URL of an object store, s3://BUCKET/PREFIX, for copies of KV blocks. All workers of a model
+    share these copies. Default: none."""
     kv_store_endpoint: Text = ""
     """URL of the object store's server. Default: AWS's server for the region."""
     kv_store_region: Text = ""
@@ -131,14 +131,14 @@ class EngineOptions(Options):
     [default]. Default: AWS_ACCESS_KEY_ID and related variables, else the credentials of the
     machine."""
     kv_key_file: Text = ""
-    """File with keys that encrypt copies outside main memory. Each line has 64 hexadecimal digits.
-    New copies use the first key. Default: no encryption."""
+    """File with keys that encrypt copies of KV blocks outside main memory. Each line is one key of
+    64 hexadecimal digits. New copies are encrypted with the first key. Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "value"
     """Which evicted KV blocks are copied to memory, disk and object store, and which copies are
-    dropped first. value: copies blocks that were used twice or are likely to be reused, and first
-    drops copies that are rarely used and cheap to recompute. The other policies copy all evicted
-    blocks. lru first drops the least recently used copy. prefix first drops the end of the longest
-    prefix. priority first drops the copy with the lowest kv_priority."""
+    dropped first. value: copies only blocks that were used twice or are likely to be reused; first
+    drops copies that are rarely used and cheap to recompute. lru, prefix and priority copy all
+    evicted blocks. lru: first drops the least recently used copy. prefix: first drops the end of
+    the longest prefix. priority: first drops the copy with the lowest kv_priority."""
     kv_pin_share: PinShare = 0.5
     """Largest share of the KV cache, and of each tier, that requests may protect from eviction: 0
     to 1."""

@@ -136,8 +136,8 @@ class AdmissionOptions(Options):
     keys_file: Annotated[Text, Own] = ""
     """JSON file with API keys, such as a mounted Secret, in addition to the keys in Redis."""
     grpc_memory: PositiveSize = 1 << 30
-    """With --api grpc or --endpoint-picker, the process drains and ends when its memory has grown
-    by this many bytes, so that it is started again."""
+    """With --api grpc or --endpoint-picker: when the memory of the process has grown by this many
+    bytes, the process drains and ends. `tandem up`, Kubernetes or Compose then starts it again."""
     keys_max_age_s: Seconds = 0.0
     """Refuse requests with API keys if the router could not read the keys from Redis for this many
     seconds. 0: never."""

@@ -170,7 +170,7 @@ class GpuMemory:
             return
         free, total = torch.cuda.mem_get_info(self._device)
         log.info(
-            "memory of the GPU, %s bytes: %s; %s bytes are still free",
+            "the GPU has %s bytes of memory; this worker takes: %s; %s bytes are still free",
             f"{total:,}",
             self.parts.describe(),
             f"{free:,}",

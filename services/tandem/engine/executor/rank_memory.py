@@ -65,8 +65,8 @@ class RankMemory:
             self._memory = mmap.mmap(fd, size, flags=flags)
         except OSError as error:
             raise ConfigError(
-                f"tensor-parallel={num_ranks}: {size >> 30} GiB of address space, of which only "
-                f"the used part takes memory, cannot be mapped: {error}"
+                f"tensor-parallel={num_ranks}: {size >> 30} GiB of address space cannot be mapped: "
+                f"{error}. Only the used part would take memory; check the limit of `ulimit -v`"
             ) from error
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._address = self._bytes.ctypes.data
@@ -98,8 +98,8 @@ class RankMemory:
         count = prod(shape)
         if count * dtype.itemsize > self._place_bytes:
             raise MemoryError(
-                f"ranks cannot exchange {count * dtype.itemsize} bytes at once, but at most "
-                f"{self._place_bytes}; compute fewer tokens in a step"
+                f"an exchange of the ranks has {count * dtype.itemsize} bytes; at most "
+                f"{self._place_bytes} are allowed; compute fewer tokens in a step"
             )
         if not count:
             return torch.empty(tuple(shape), dtype=dtype)

@@ -192,9 +192,9 @@ class ModelRunner:
         self._own_config = Share(rank, config.tensor_parallel).config(model)
         if self._has_own_pool and config.has_tiers:
             raise ConfigError(
-                f"tensor-parallel is {config.tensor_parallel} on GPUs, and KV tiers are set "
-                f"({', '.join(config.tiers)}), which cannot copy blocks of several pools; set "
-                "neither or one of them"
+                f"KV tiers ({', '.join(config.tiers)}) cannot be used with tensor-parallel "
+                f"{config.tensor_parallel} on GPUs, where each rank has a KV pool of its own; set "
+                "tensor-parallel to 1, or remove the KV tiers"
             )
         # Ranks that share a GPU would measure each other's memory.
         self._gpu = (

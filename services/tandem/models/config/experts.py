@@ -108,14 +108,14 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
     if num % groups.num or num // groups.num < least or groups.top > groups.num:
         raise UnsupportedModel(
             f"n_group is {groups.num} and topk_group is {groups.top}; n_group must divide the "
-            f"{num} experts into equal groups of at least {least}, and topk_group must be at most "
-            "n_group"
+            f"{num} experts into equal groups of at least {least} experts, and topk_group must not "
+            "be above n_group"
         )
     if top_k > groups.top * (num // groups.num):
         raise UnsupportedModel(
             f"num_experts_per_tok is {top_k}; it must be at most "
-            f"{groups.top * (num // groups.num)}, the number of experts in topk_group "
-            f"({groups.top}) groups"
+            f"{groups.top * (num // groups.num)}, the number of experts in "
+            f"{groups.top} groups (topk_group)"
         )
     return groups if groups.top < groups.num else None
 

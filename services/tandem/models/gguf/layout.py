@@ -102,14 +102,17 @@ def _check_part(layout: Layout, number: int, count: int) -> None:
     if count == 1:
         raise ConfigError(
             f"it is one of {stated!r:.80} files of a model; join them with llama-gguf-split "
-            "--merge, or name them as that program does, NAME-00001-of-00003.gguf"
+            "--merge, or name each of them like NAME-00001-of-00003.gguf"
         )
     if stated != count:
-        raise ConfigError(f"split.count is {stated!r:.80}; by its name, the file is one of {count}")
+        raise ConfigError(
+            f"split.count is {stated!r:.80}; it must be {count}, the number of parts in the "
+            "file's name"
+        )
     if (found := layout.keys.get("split.no")) != number:
         raise ConfigError(
-            f"split.no is {found!r:.80}; it counts from 0 and must be {number}, because the file's "
-            f"name says part {number + 1} of {count}"
+            f"split.no is {found!r:.80}; it must be {number}, because it counts from 0 and the "
+            f"file's name says part {number + 1} of {count}"
         )
 
 

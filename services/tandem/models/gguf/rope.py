@@ -44,8 +44,9 @@ def rope_scaling(
 def _longrope(metadata: GgufMetadata, tables: Mapping[str, np.ndarray]) -> dict[str, Any]:
     if metadata.architecture != "phi3" or not {ROPE_LONG, ROPE_SHORT} <= tables.keys():
         raise UnsupportedModel(
-            f"rope scaling by tables is supported only for phi3 and needs both {ROPE_LONG} and "
-            f"{ROPE_SHORT}; this file is {metadata.architecture} with {', '.join(sorted(tables))}"
+            f"rope scaling by tables needs the architecture phi3 and both {ROPE_LONG} and "
+            f"{ROPE_SHORT}; this file has the architecture {metadata.architecture} and "
+            f"{', '.join(sorted(tables))}"
         )
     scaling = {
         "rope_type": "longrope",

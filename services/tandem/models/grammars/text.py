@@ -200,9 +200,9 @@ def _check_divisors(divisors: list[int]) -> None:
     work = max(sum(d for d in divisors if d > 1), reduce(_lcm, divisors, 1))
     if work > DIVISORS_MAX:
         raise ValueError(
-            "its numbers in multipleOf are too large: as integers, without decimal point and "
-            "trailing zeros, both their sum and their least common multiple must be at most "
-            f"{DIVISORS_MAX}"
+            "its numbers in multipleOf are too large: without decimal points and trailing zeros "
+            "(2.5 and 250 both count as 25), their sum must be at most "
+            f"{DIVISORS_MAX}, and so must their least common multiple"
         )
 
 

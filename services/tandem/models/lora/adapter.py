@@ -238,12 +238,12 @@ def _check_header(
         tensors[name] = plain.get(a, a), plain.get(b, b)
     if surplus := plain.keys() - expected.keys():
         raise UnsupportedModel(
-            f"the adapter has {few(sorted(surplus))}, which {CONFIG_FILE} does not imply for this "
-            "model"
+            f"the adapter has {few(sorted(surplus))}; its {CONFIG_FILE} allows no such tensor "
+            "for this model"
         )
     if missing := expected.keys() - plain.keys():
         raise UnsupportedModel(
-            f"the adapter lacks {few(sorted(missing))}, which {CONFIG_FILE} implies"
+            f"the adapter lacks {few(sorted(missing))}, which {CONFIG_FILE} requires"
         )
     for name, shape in expected.items():
         found = header[plain[name]]

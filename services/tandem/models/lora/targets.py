@@ -157,8 +157,8 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
     first = [next(filter(None, of_name), "") for of_name in zip(*numbers, strict=True)]
     if lists and not any(map(str.isdecimal, first)):
         raise UnsupportedModel(
-            f"layers_pattern {lists!r:.80} names no list of layers of this model; the only "
-            "such list is named layers"
+            f"layers_pattern is {lists!r:.80}; it must be layers, the name of this model's only "
+            "list of layers"
         )
     chosen = [
         name
@@ -169,8 +169,8 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
         existing = sorted(int(number) for number in first if number.isdecimal())
         where = f"from {existing[0]} to {existing[-1]}" if existing else "none"
         raise UnsupportedModel(
-            f"layers_to_transform {layers!r:.80} has no layer with a module of target_modules; "
-            f"layers with one: {where}"
+            f"layers_to_transform {layers!r:.80} names no layer that has a module of "
+            f"target_modules; layers that have one: {where}"
         )
     return chosen
 

@@ -68,7 +68,8 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
     around = len(tokenizer.encode("").ids)
     if around > _AROUND_MAX:
         raise ConfigError(
-            f"it adds {around} tokens to each text; at most {_AROUND_MAX} are allowed"
+            f"it adds {around} tokens to each text, even to an empty one; it may add at most "
+            f"{_AROUND_MAX}"
         )
     for text in _texts():
         shown = text if len(text) < 8 else f"{text[:4]}... ({len(text)} characters)"

@@ -130,7 +130,7 @@ class KeyService:
         except UNREACHABLE as error:
             if not self._is_away:
                 log.warning(
-                    "API keys cannot be read from Redis; the known keys stay in use: %r", error
+                    "API keys cannot be read from Redis (%r); the known keys stay in use", error
                 )
             self._is_away = self._is_behind = True
         else:
@@ -222,7 +222,7 @@ class KeyService:
             written = await self._store.put(record)
         except UNREACHABLE as error:
             raise KeysUnknown(
-                f"Redis does not answer, so the key cannot be saved: {error!r}; try again",
+                f"Redis does not answer ({error!r}), so the key cannot be saved; try again",
                 retry_after_s=REFRESH_S,
             ) from error
         if not written:

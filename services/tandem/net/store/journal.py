@@ -74,9 +74,9 @@ class Journal:
                 except UNREACHABLE as error:
                     if not is_away:
                         log.warning(
-                            "Redis does not answer; new entries of %s wait in memory: %r",
-                            self._what,
+                            "Redis does not answer (%r); new entries of %s wait in memory",
                             error,
+                            self._what,
                         )
                     is_away = True
                     await asyncio.sleep(_RETRY_S)

@@ -87,7 +87,7 @@ def parse(url: str) -> RedisAddress:
     }
     if own and kind != "sentinel":
         raise ConfigError(
-            "sentinel_username and sentinel_password belong to redis+sentinel:// URLs"
+            "sentinel_username and sentinel_password are allowed only in redis+sentinel:// URLs"
         )
     shared = {name: value for name, value in options.items() if name.startswith("ssl_")}
     return RedisAddress(kind, tls, nodes, service, options, {**shared, **own})

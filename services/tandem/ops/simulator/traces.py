@@ -221,5 +221,7 @@ def _read_azure(row: dict[str, str], next_ids: Iterator[int]) -> Arrival:
 def _positive(value: object) -> int:
     number = int(str(value))
     if number < 1:
-        raise ValueError(f"a number of tokens is {number}; it must be at least 1")
+        raise ValueError(
+            f"a request has {number} tokens in its prompt or answer; each must have at least 1"
+        )
     return number

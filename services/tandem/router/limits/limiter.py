@@ -266,8 +266,8 @@ class Limiter:
         except (*UNREACHABLE, msgspec.DecodeError) as error:
             if not self._is_away:
                 log.warning(
-                    "Redis does not answer, so each router enforces its own share of the limits of "
-                    "API keys: %r",
+                    "Redis does not answer (%r), so each router enforces its own share of the "
+                    "limits of API keys",
                     error,
                 )
             self._is_away = True
@@ -277,8 +277,9 @@ class Limiter:
         was_emptied = tenant.was_written and not reply.was_known
         if self._is_away or (was_emptied and not self._is_alone):
             log.warning(
-                "Redis was away or was emptied. For %g s more, each router enforces its share of "
-                "the limits of API keys alone; after that, all routers enforce them together",
+                "Redis answers again, but was away or was emptied. For %g s more, each router "
+                "enforces only its own share of the limits of API keys; after that, all routers "
+                "enforce the limits together",
                 RETURN_S,
             )
             self._is_away = False

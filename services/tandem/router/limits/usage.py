@@ -49,7 +49,11 @@ class UsageQuery(NamedTuple):
             raise BadRequest(f"window must be {' or '.join(WINDOWS)}", param="window")
         most = WINDOWS[kind].kept_s // WINDOWS[kind].seconds
         if not 1 <= num_windows <= most:
-            raise BadRequest(f"last must be from 1 to {most} if window is {window}", param="last")
+            raise BadRequest(
+                f"last must be from 1 to {most}, the number of windows that are kept if window is "
+                f"{window}",
+                param="last",
+            )
         if key is not None and key.role == "user":
             if tenant not in (None, key.tenant):
                 raise Forbidden(
@@ -104,8 +108,8 @@ class UsageMeter:
                 except UNREACHABLE as error:
                     if not self._is_away:
                         log.warning(
-                            "Redis does not answer, so this router keeps the usage counts and "
-                            "writes them later: %r",
+                            "Redis does not answer (%r), so this router keeps the usage counts "
+                            "and writes them later",
                             error,
                         )
                     self._is_away = True

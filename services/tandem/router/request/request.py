@@ -217,8 +217,8 @@ class ClientRequest:
             limit = min(left, pool_left, allowed or left, self.default_max_tokens or left)
             if self.sampling.min_tokens > limit:
                 raise BadRequest(
-                    f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}, the "
-                    "largest length of this answer, because max_tokens is not given",
+                    f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}, "
+                    "because without max_tokens this answer can have no more tokens",
                     param="min_tokens",
                 )
             return limit

@@ -148,7 +148,8 @@ class AutoscaleLoop:
             owned = await self._owner.sizes()
         except TandemError as error:
             log.warning(
-                "the autoscaler cannot read pool sizes and does not change them: %s", error.message
+                "the autoscaler cannot read pool sizes (%s), so it does not change them",
+                error.message,
             )
         self._view.decisions = decisions = self._decide(num_held, owned)
         await redis.set(self._decisions_key, msgspec.json.encode(decisions), px=keep_ms)

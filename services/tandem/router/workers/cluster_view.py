@@ -115,7 +115,8 @@ class ClusterView:
                     self._note_problems()
                 except Exception:
                     log.exception(
-                        "problems of workers cannot be determined; requests are still served"
+                        "the list of the workers' problems could not be updated, because of an "
+                        "error in the router; requests are still served"
                     )
                     self._problems_noted_at += _AFTER_BUG_S
                 is_awaited = self.redis_state == "ok" and not self.has_decode_worker()
@@ -447,7 +448,7 @@ class ClusterView:
 
     def _lose_redis(self, error: BaseException) -> None:
         if self.redis_state != "lost":
-            log.warning("Redis does not answer, so the last known workers are used: %r", error)
+            log.warning("Redis does not answer (%r), so the last known workers are used", error)
             text = "Redis did not answer; the last known workers were used"
             self.events.add("redis", "", text, once=f"lost:{int(time.time()) // 60}")
         self.redis_state = "lost"

@@ -249,7 +249,8 @@ class BlockReader:
         self._abandoned.clear()
         block_ids = self._fence.renewed()
         log.info(
-            "the agent was destroyed to end abandoned reads; %d blocks are safe to reuse",
+            "abandoned reads were ended, because their agent was destroyed; the %d blocks that "
+            "they could still write can be used again",
             len(block_ids),
         )
         return block_ids
@@ -296,7 +297,10 @@ class BlockReader:
                     f"the pull {active.pull.pull_id} already reads into one of the local blocks"
                 )
         if fenced := self._fence.fenced(pull.local_block_ids):
-            raise BadRequest(f"block {min(fenced)} is fenced: an abandoned read may still write it")
+            raise BadRequest(
+                f"no pull may write block {min(fenced)} yet, because an abandoned read may still "
+                "write it"
+            )
 
     def _begin(self, pull: Pull) -> None:
         peer = self._peers.get(pull.peer_id)
@@ -424,4 +428,6 @@ def _block_sizes(spans: BlockSpans) -> str:
 
 def _check_range(block_ids: list[int], num_blocks: int) -> None:
     if min(block_ids) < 0 or max(block_ids) >= num_blocks:
-        raise BadRequest(f"a block id of the pull is not from 0 to {num_blocks - 1}")
+        raise BadRequest(
+            f"a block id of the pull is out of range; it must be from 0 to {num_blocks - 1}"
+        )

@@ -284,7 +284,7 @@ class EngineProcess:
         """Raises InternalError if the sequence does not hold all of these blocks."""
         if not set(self._engine.block_ids(sequence_id)).issuperset(block_ids):
             raise InternalError(
-                f"sequence {sequence_id} does not hold all KV blocks into which the pull writes"
+                f"the pull writes into KV blocks that sequence {sequence_id} does not hold"
             )
 
     def _integrity(self) -> str:

@@ -60,8 +60,9 @@ async def verify(
     for index, value in zip(indices, hashes, strict=True):
         if value != expected[index]:
             raise BlockMismatch(
-                f"block {run.first_block + index} has the checksum {value:016x} on this worker and "
-                f"{expected[index]:016x} on the producer (block {run.block_ids[index]} there)"
+                f"the checksum of block {run.first_block + index} is {value:016x} on this worker, "
+                f"but {expected[index]:016x} on the producer, where it is block "
+                f"{run.block_ids[index]}"
             )
 
 

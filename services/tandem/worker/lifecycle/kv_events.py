@@ -218,7 +218,7 @@ class KvEvents:
                     await asyncio.sleep(0)
             except (TimeoutError, zmq.ZMQError) as error:
                 log.warning(
-                    "a subscriber did not read the past KV events that it requested: %r", error
+                    "a subscriber requested past KV events, but did not read them: %r", error
                 )
 
 

@@ -142,7 +142,7 @@ def test_the_pools_are_as_large_as_the_fullest_gpu_allows(
 def test_tiers_of_pools_that_are_apart_are_refused(
     apart: Callable[..., ModelRunner], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"KV tiers are set \(host\)"):
+    with pytest.raises(ConfigError, match=r"KV tiers \(host\) cannot be used with"):
         apart(tiny("llama", tmp_path), kv_host_bytes=1 << 20, **INVARIANT)
 
 

@@ -91,7 +91,7 @@ def test_deepseek_v3() -> None:
         (DEEPSEEK_V3 | {"n_group": 256}, "equal groups of at least 2"),
         (
             DEEPSEEK_V3 | {"n_group": 128, "topk_group": 2},
-            "at most 4, the number of experts in topk_group .2. groups",
+            "at most 4, the number of experts in 2 groups .topk_group.",
         ),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads is 8; with latent"),
         (DEEPSEEK_V3 | {"kv_lora_rank": None}, "kv_lora_rank is None; it must be a positive"),

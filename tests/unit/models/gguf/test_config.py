@@ -146,7 +146,7 @@ def test_tables_of_longrope_are_those_of_phi3(tmp_path, tiny_gguf):
         ("llama", both),
         ("phi3", {"rope_factors_long.weight": long}),
     ):
-        with pytest.raises(UnsupportedModel, match="supported only for phi3 and needs both"):
+        with pytest.raises(UnsupportedModel, match="needs the architecture phi3 and both"):
             convert(tmp_path, tiny_gguf, NORM | tables, architecture=architecture)
 
 

@@ -274,7 +274,10 @@ def test_what_cannot_be_read_is_named(ranked: list[bytes], tmp_path: Path) -> No
     for changed, message in (
         ({"vocab": None}, "must have config, an object, and vocab, a list"),
         (tekken(ranked, default_vocab_size="x"), "default_vocab_size is 'x'"),
-        (tekken(ranked, default_vocab_size=9999), "default_vocab_size is 9999 and .* is 30; their"),
+        (
+            tekken(ranked, default_vocab_size=9999),
+            "default_vocab_size is 9999 and .* is 30; the",
+        ),
         (tekken(ranked, 1 << 40), "is 1099511627776; .* at most 65536 special"),
         (tekken(ranked, pattern=5), r"config\.pattern is 5; it must be a string"),
         ({"vocab": [{"rank": 7}] * 1000}, "entry 0 of vocab is .*; it must have the rank 0"),

@@ -132,7 +132,7 @@ def _holds(client: Client, owner: str, done: Callable[[Mapping[str, Any]], bool]
     try:
         live = read_object(client, owner)
     except ScaleAway as error:
-        log.warning("%s cannot be read and is read again: %s", owner, error.message)
+        log.warning("reading %s failed and is tried again: %s", owner, error.message)
         return False
     return live is None or not is_surged(live) or done(live)
 
