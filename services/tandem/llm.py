@@ -887,8 +887,8 @@ def _each(given: _T | Sequence[_T] | None, number: int, name: str) -> Sequence[_
         return [given] * number  # type: ignore[list-item]
     if len(given) != number:
         raise BadRequest(
-            f"{name} is a list of {len(given)}, but there are {number} prompts; give a list of "
-            f"{number}, or one value for all prompts",
+            f"{name} has {len(given)} values, but there are {number} prompts; give a list of "
+            f"{number} values, or one value for all prompts",
             param=name,
         )
     return given

@@ -86,7 +86,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     short = SamplingParams(temperature=0, max_tokens=2)
     outputs = llm.generate(["One", "Two"], [GREEDY, short])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 2]
-    with pytest.raises(BadRequest, match="sampling_params is a list of 1, but there are 2 prompts"):
+    with pytest.raises(BadRequest, match="sampling_params has 1 values, but there are 2 prompts"):
         llm.generate(["One", "Two"], [GREEDY])
 
 

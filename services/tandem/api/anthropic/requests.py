@@ -245,7 +245,7 @@ class AnthropicToolChoice(_Part):
     @model_validator(mode="after")
     def _check_name(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
-            raise _wrong('the type "tool" needs a name, and the other types allow none')
+            raise _wrong('a name must be set if the type is "tool", and only then')
         return self
 
     def to_chat(self) -> str | dict[str, Any]:
@@ -323,7 +323,7 @@ class Thread(_Part):
     @model_validator(mode="after")
     def _check_previous(self) -> Self:
         if self.type == "continue" and not self.previous_message_id:
-            raise _wrong('the type "continue" needs a previous_message_id')
+            raise _wrong('a thread of the type "continue" needs a previous_message_id')
         return self
 
     def find(self) -> None:
@@ -331,9 +331,9 @@ class Thread(_Part):
         none. Clients then send the whole conversation again."""
         if self.type == "continue":
             raise ThreadNotFound(
-                f"this server keeps no conversation that ended with "
-                f"{shorten(self.previous_message_id)}; send all messages of the conversation, "
-                'without thread or with the type "create"',
+                f"this server keeps no conversations, so it cannot continue after the message "
+                f"{shorten(self.previous_message_id)}; send all messages of the conversation, and "
+                'leave thread out or set its type to "create"',
                 param="thread",
             )
 

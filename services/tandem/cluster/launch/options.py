@@ -77,8 +77,8 @@ class LaunchOptions(Options):
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
     """Number of routers. With --listen, each router needs a host of its own."""
     workers_per_gpu: PositiveOrNone = None
-    """Largest number of workers on one GPU. 0: no limit with --device auto. With --device cuda, 0
-    means one worker, or two if this is the only machine and has one GPU."""
+    """Largest number of workers on one GPU. 0 with --device auto: no limit. 0 with --device cuda:
+    one, or two if this is the only machine and has only one GPU."""
     host: str = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
@@ -268,8 +268,8 @@ def check_gpus(options: LaunchOptions, num_gpus: int, driver: Driver | None, car
         has = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
         raise ConfigError(
             f"{num_workers} workers do not fit on {has} with {limit} on each; lower --prefill or "
-            f"--decode, or raise --workers-per-gpu to {-(-num_workers // num_gpus)}, which divides "
-            "the GPU's memory among them"
+            f"--decode, or raise --workers-per-gpu to {-(-num_workers // num_gpus)}; the "
+            "workers on a GPU share its memory"
         )
 
 
@@ -296,14 +296,14 @@ def check_gpu_memory(options: LaunchOptions, model: ModelFolder | None, cards: C
             return
         raise ConfigError(
             f"{workers} may use {may_use:,} of a GPU's {total:,} bytes "
-            f"(--gpu-memory-utilization {options.engine.gpu_memory_utilization:g}), and the model "
-            f"has {weights}; {smaller}"
+            f"(--gpu-memory-utilization {options.engine.gpu_memory_utilization:g}), which is too "
+            f"little for {weights}; {smaller}"
         )
     if num_shared * (need.weights_bytes + need.pool_bytes) < total:
         return
     raise ConfigError(
-        f"{need.option}: {workers} on a GPU of {total:,} bytes needs {need.pool_bytes:,} bytes for "
-        f"the KV pool and {weights}; lower {need.option.split()[0]}, {smaller}"
+        f"{need.option}: {workers} needs {need.pool_bytes:,} bytes for the KV pool and {weights}, "
+        f"which is too much for a GPU of {total:,} bytes; lower {need.option.split()[0]}, {smaller}"
     )
 
 

@@ -170,8 +170,8 @@ class EngineOptions(Options):
     """Number of CPU threads with which a worker computes. With --tensor-parallel: each rank."""
     tensor_parallel: Positive = 1
     """Number of processes (ranks) that compute each step of a worker together. Each rank has its
-    share of the model's weights. On GPUs, only tandem.LLM has several ranks, each on a GPU of its
-    own."""
+    share of the model's weights. On GPUs, only tandem.LLM supports more than 1, and each rank
+    needs a GPU of its own."""
     ranks_share_gpu: Annotated[bool, Parameter(group=MEASUREMENT)] = False
     """All ranks of --tensor-parallel compute on one GPU, slowly. For tests on a machine with one
     GPU."""

@@ -41,8 +41,8 @@ class GatewayOptions(Options):
     """HOST:PORT at which this process chooses workers for a Kubernetes gateway (an endpoint picker
     of the Gateway API Inference Extension). The process then serves no public API. Default: off."""
     picker_fallbacks: Count = 2
-    """Number of further endpoints that the endpoint picker names, to which the gateway can retry a
-    request."""
+    """Number of endpoints that the endpoint picker names besides the first one. The gateway can
+    send a request to them if the first one fails."""
     picker_stays: Switch = False
     """Let the gateway send answers through the endpoint picker, too, so that the picker knows when
     a request ends."""

@@ -114,7 +114,8 @@ class AdmissionOptions(Options):
     """The options of a router that say which requests it refuses or delays."""
 
     ttft_limit_s: Seconds = 120.0
-    """Refuse requests (429) whose first token is predicted later than this many seconds. 0: off."""
+    """Longest predicted time to the first token of a request, in seconds. Requests with a
+    longer one are refused (429). 0: no limit."""
     ttft_limit_token_s: Seconds = 0.0
     """Seconds that each prompt token adds to --ttft-limit."""
     strict_fields: Switch = False
@@ -226,9 +227,9 @@ class RouterOptions(AdmissionOptions):
         of_address = self.addresses.unparsed_bytes_per_address or self.unparsed_bytes_max // 2
         if (room := min(of_address, self.unparsed_bytes_max)) < (body := self.body_bytes_max):
             raise ConfigError(
-                f"the unparsed request bodies of one address may have {room} bytes together, less "
-                f"than the largest request body, {body}; set unparsed-bytes-per-address to at "
-                f"least {body} and unparsed-bytes-max to at least {2 * body}"
+                f"one client address may have at most {room} bytes of unparsed request bodies, but "
+                f"a single request body may have {body} bytes; set unparsed-bytes-per-address to "
+                f"at least {body} and unparsed-bytes-max to at least {2 * body}"
             )
 
     @property

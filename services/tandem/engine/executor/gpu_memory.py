@@ -113,8 +113,9 @@ class GpuMemory:
         if wait_s <= 0 or not self._free_at_start < needed_bytes <= self._total:
             return
         log.warning(
-            "this worker may use %.1f GB of the GPU's memory, and %.1f of %.1f GB are free; it "
-            "waits up to %g s, because peers of a killed worker may still have its KV pool mapped",
+            "this worker is to use %.1f GB of the GPU's memory, but only %.1f of %.1f GB are free; "
+            "it waits up to %g s for more, because the peers of a killed worker may unmap that "
+            "worker's KV pool soon",
             needed_bytes / 1e9,
             self._free_at_start / 1e9,
             self._total / 1e9,
@@ -260,7 +261,7 @@ class GpuMemory:
             lock = open(os.open(path, flags, 0o600), "r+b", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(
-                f"{path}, by which workers on one GPU take turns, cannot be opened "
+                f"the lock file {path} of the workers on this GPU cannot be opened "
                 f"({error.strerror}); remove it, or set TMPDIR to another folder"
             ) from error
         try:

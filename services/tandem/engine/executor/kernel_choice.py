@@ -35,7 +35,7 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     chosen = fastest if config.kernels == "auto" else config.kernels
     if chosen == "native" and device.type == "cpu" and (reason := why_unusable()):
         raise ConfigError(
-            f"{reason}. Run `make` in the repository, install the package again, or use "
+            f"{reason}. Run `make` in the repository, or install the package again, or use "
             "kernels=torch, which needs no native kernels but is many times slower"
         )
     reason = _why_not(chosen, config, device, model)
@@ -46,7 +46,7 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
         raise ConfigError(f"weights=int8 needs the native kernels: {why}")
     if reason:
         log.warning(
-            "the torch kernels are used, several times slower than the %s kernels: %s",
+            "the torch kernels are used, which are several times slower than the %s kernels (%s)",
             chosen,
             reason,
         )

@@ -172,8 +172,9 @@ def _read(file: Path, config: ModelConfig) -> KeyChannels:
         )
         if channels.scales.shape != shape or not is_order or not (channels.scales > 0).all():
             raise ConfigError(
-                f"{file} does not belong to this model, which needs the KV channels of "
-                f"{list(shape)} (layers, KV heads, head size)"
+                f"{file} does not belong to this model: it must have the order and the scales of "
+                f"the KV channels in the shape {list(shape)} (layers, KV heads, head size); remove "
+                "the file"
             )
     return channels
 

@@ -51,8 +51,8 @@ def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:
         )
         if config.num_layers > len(stored):
             raise UnsupportedModel(
-                f"the config has {config.num_layers} layers, but the checkpoint has only "
-                f"{len(stored)} tensors"
+                f"the config has {config.num_layers} layers, which need at least one tensor each, "
+                f"but the checkpoint has only {len(stored)} tensors"
             )
         shapes = expected_shapes(config, stored)
         if is_gguf:
@@ -137,7 +137,7 @@ def _check_missing(
     for name in missing:
         in_file = gguf_names(name, config.architecture) if source == _IN_GGUF else [name]
         shown.append(f"{' or '.join(in_file)} of shape {_shown(forms[name])}")
-    raise UnsupportedModel(f"the checkpoint lacks {few(shown)}; {source} requires this")
+    raise UnsupportedModel(f"the checkpoint lacks {few(shown)}, which {source} requires")
 
 
 def _check_surplus(
@@ -153,7 +153,8 @@ def _check_surplus(
     ]
     if surplus:
         raise UnsupportedModel(
-            f"the checkpoint has {few(sorted(surplus))}, which {source} does not imply"
+            f"the checkpoint has {few(sorted(surplus))}, but {source} describes a model without "
+            "such tensors"
         )
 
 

@@ -68,7 +68,7 @@ def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, St
     if missing := [place for place in wanted if place not in found]:
         layer, which = missing[0]
         raise UnsupportedModel(
-            f"{files[0].parent}: the checkpoint lacks {which}_scale of layer {layer}; it needs "
-            "k_scale and v_scale of all layers, unless kv-dtype is a type other than fp8_e4m3"
+            f"{files[0].parent}: the checkpoint lacks {which}_scale of layer {layer}; kv-dtype "
+            "fp8_e4m3 needs k_scale and v_scale of all layers, so add them, or set another kv-dtype"
         )
     return {place: found[place] for place in wanted}

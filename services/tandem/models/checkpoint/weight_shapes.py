@@ -63,8 +63,8 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
     names = ExpertNames.of(config, stored)
     if not names.is_stacked and _num_experts(config) > len(stored):
         raise UnsupportedModel(
-            f"the layers of the config have {_num_experts(config)} experts together, but the "
-            f"checkpoint has only {len(stored)} tensors"
+            f"the config has {_num_experts(config)} experts in all layers together, which need at "
+            f"least one tensor each, but the checkpoint has only {len(stored)} tensors"
         )
     for i, spec in enumerate(config.layers):
         layer = _attention_shapes(config, f"model.layers.{i}", stored) | (

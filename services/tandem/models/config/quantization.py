@@ -47,8 +47,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if method == "awq":
         return Quantization(_awq(given))
     raise UnsupportedModel(
-        f"{NAME}.quant_method is {method!r:.80}; supported are {', '.join(_METHODS)}, weights "
-        "that are not quantized, and GGUF files"
+        f"{NAME}.quant_method is {method!r:.80}; supported are {', '.join(_METHODS)}. GGUF "
+        "files and models that are not quantized are supported, too"
     )
 
 

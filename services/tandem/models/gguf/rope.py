@@ -78,8 +78,8 @@ def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:
     )
     if not np.allclose(expected, rope_freqs, rtol=1e-4):
         raise UnsupportedModel(
-            "the table rope_freqs.weight is not a rope scaling of Llama 3; supported are "
-            "linear, llama3 and yarn"
+            "the table rope_freqs.weight is not the table of Llama 3, so its rope scaling is not "
+            "supported; supported are linear, llama3 and yarn"
         )
     return {
         "rope_type": "llama3",

@@ -141,12 +141,13 @@ def _check_schema(schema: dict[str, Any]) -> list[int]:
         num_visits += 1
         if num_visits > VISITS_MAX:
             raise ValueError(
-                f"the schema with its references has more than {VISITS_MAX} lists and objects"
+                f"the schema has more than {VISITS_MAX} lists and objects, including the targets "
+                "of its references"
             )
         if depth > EXPANDED_DEPTH_MAX:
             raise ValueError(
-                f"the schema with its references is nested more than {EXPANDED_DEPTH_MAX} levels "
-                "deep"
+                f"the schema is nested more than {EXPANDED_DEPTH_MAX} levels deep, including the "
+                "targets of its references"
             )
         for inner in _inside(value):
             if isinstance(inner, dict | list):

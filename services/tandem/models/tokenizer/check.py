@@ -112,7 +112,7 @@ def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
                 growth *= max(1.0, len(rule["content"]) / replaced)
         if growth > _GROWTH_MAX:
             raise ConfigError(
-                f"the rules of its {part} may make a text {growth:.3g} times as long; "
+                f"the rules of its {part} can lengthen a text to {growth:.3g} times its length; "
                 f"at most {_GROWTH_MAX} times are allowed"
             )
 

@@ -38,9 +38,7 @@ class Declared(Generic[M]):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __get__(self, owner: object, owner_type: type | None = None) -> M:
-        raise AttributeError(
-            f"the metric {self.name} has no value yet: it is declared, not registered"
-        )
+        raise AttributeError(f"the metric {self.name} cannot be used before it is registered")
 
     def register(self, registry: CollectorRegistry, common: Mapping[str, str]) -> M:
         names = [*common, *self.labels]

@@ -63,7 +63,7 @@ class CertificateFiles:
                 log.info("the certificate %s has changed and was read again", self._paths[0])
             except (OSError, ValueError) as error:
                 log.warning(
-                    "the changed certificate %s cannot be used, so the old one stays in use: %s",
+                    "the changed certificate %s cannot be used (%s), so the old one stays in use",
                     self._paths[0],
                     error,
                 )

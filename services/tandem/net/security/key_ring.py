@@ -69,7 +69,7 @@ class KeyRing:
             )
         if self._age_max_s and now - self.synced_at > self._age_max_s:
             raise KeysUnknown(
-                f"this router could not read the API keys for {now - self.synced_at:.0f} s; "
-                "try again",
+                f"this router last read the API keys {now - self.synced_at:.0f} s ago, which is "
+                "too long ago; try again",
                 retry_after_s=1.0,
             )

@@ -284,7 +284,7 @@ class KeyService:
             # being replaced.
             if self._file_time:
                 log.warning(
-                    "the file of API keys cannot be read; the known keys stay in use: %s", error
+                    "the file of API keys cannot be read (%s); the known keys stay in use", error
                 )
                 return
             raise ConfigError(f"the keys file {self._file} cannot be read: {error}") from None

@@ -169,7 +169,8 @@ class SimulateOptions(Options):
         for name, size in sizes.items():
             if 0 < size < block_bytes:
                 raise UsageError(
-                    f"the {name} tier has {size} bytes, but one KV block needs {block_bytes}"
+                    f"the {name} tier has {size} bytes, but one KV block needs {block_bytes} "
+                    "bytes; set the size of the tier to at least that of one block, or to 0"
                 )
         blocks = {name: size // block_bytes for name, size in sizes.items() if size}
         return blocks | ({STORE: KNOWN_IN_STORE} if self.kv_store else {})

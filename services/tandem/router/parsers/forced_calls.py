@@ -115,7 +115,8 @@ class _CallRules(GrammarRules):
         for key, wanted in {**dict.fromkeys(required, True), **own}.items():
             if not _BARE_NAME.fullmatch(key):
                 raise ValueError(
-                    f"this model's format does not allow the parameter name {key[:80]!r}"
+                    f"this model's format of tool calls does not allow {key[:80]!r} as the name of "
+                    "a parameter"
                 )
             if types_of(wanted) == {"string"}:
                 value = self._string(key, wanted, around[1], is_strict=is_strict)
@@ -137,8 +138,8 @@ class _CallRules(GrammarRules):
             return f"{self.rule(' | '.join(map(json.dumps, values)))} {self.text(end)}"
         if is_strict and "pattern" in schema:
             raise ValueError(
-                f"the parameter {key!r} has a pattern, which this model's format cannot enforce; "
-                "leave out the pattern or strict"
+                f"the parameter {key!r} has a pattern, which this model's format of tool calls "
+                "cannot enforce; remove the pattern, or do not set strict to true"
             )
         least = schema.get("minLength", 0)
         most = schema.get("maxLength", "")

@@ -495,8 +495,8 @@ class BodyRequests:
             if request.echoes_prompt and request.sampling.logprobs is not None:
                 name = "logprobs"
             raise BadRequest(
-                f"{name} would give this answer at least {needed} log probabilities in all its "
-                f"prompts and choices, but it may have at most {self._logprobs_max}; ask for "
+                f"{name} asks for at least {needed} log probabilities in one answer, counted over "
+                f"all its prompts and choices; at most {self._logprobs_max} are allowed. Ask for "
                 "fewer log probabilities, tokens, choices or prompts",
                 param=name,
             )

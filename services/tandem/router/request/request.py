@@ -262,8 +262,8 @@ class ClientRequest:
         if allowed < self.num_sequences:
             name = "n" if self.sampling.n == self.num_sequences else "best_of"
             raise OverKeyLimit(
-                f"{name} is {self.num_sequences}; it must be at most {int(allowed)}, so that each "
-                f"choice can have a token: {self._key_limits(num_prompt_tokens)}",
+                f"{name} is {self.num_sequences}; it must be at most {int(allowed)}, because each "
+                f"choice needs a token, {self._key_limits(num_prompt_tokens)}",
                 param=name,
             )
         return None if allowed == math.inf else int(allowed) // self.num_sequences

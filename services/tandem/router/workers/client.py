@@ -165,7 +165,7 @@ class WorkerClient:
                 self._go_down("this router is shutting down")
             self.why_down = reason
             log.warning(
-                "worker %s at %s is not connected, and the router tries again: %s",
+                "worker %s at %s is not connected (%s); the router tries again",
                 self.worker_id,
                 self.address,
                 reason,

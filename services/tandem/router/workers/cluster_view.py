@@ -458,10 +458,10 @@ class ClusterView:
         if self.model_fingerprint and not self.is_compatible(record):
             log.error(
                 "worker %s serves another model than this router, so it gets no requests: the "
-                "fingerprint of its model is %s (%s), and that of the router's model is %s",
+                "fingerprint of its model (%s) is %s, and that of the router's model is %s",
                 record.worker_id,
-                record.compatibility.model_fingerprint,
                 record.model,
+                record.compatibility.model_fingerprint,
                 self.model_fingerprint,
             )
 

@@ -288,8 +288,8 @@ class BlockReader:
         _check_range(pull.local_block_ids, self._spans.num_blocks)
         if self._fence.refuses(self._clock()):
             raise QueueFull(
-                "too many blocks are fenced because abandoned reads may still write them; their "
-                "agent must be replaced first"
+                "too many blocks are fenced, because abandoned reads may still write them; new "
+                "pulls are refused until the agent of these reads is replaced"
             )
         for active in self._pulls.values():
             if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):

@@ -58,7 +58,7 @@ def targets(
     num_blocks = spans.count(block_ids, len(data))
     if num_blocks is None:
         raise LeaseLost(
-            f"{len(data)} bytes are not a whole number of KV blocks, of at most {len(block_ids)}"
+            f"{len(data)} bytes do not fill a whole number of the {len(block_ids)} KV blocks"
         )
     into.check(first, num_blocks)
     return block_ids[:num_blocks]

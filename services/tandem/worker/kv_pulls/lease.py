@@ -248,8 +248,8 @@ class ConsumerLease:
     def _take(self, run: pb.BlockRun) -> None:
         if run.first_block != self._next_block:
             raise LeaseLost(
-                f"{self.peer.worker_id} announced KV blocks from number {run.first_block} on "
-                f"instead of number {self._next_block}"
+                f"{self.peer.worker_id} announced KV blocks that begin with number "
+                f"{run.first_block}; they must begin with number {self._next_block}"
             )
         self._next_block += len(run.block_ids)
         self.pulled_anything = True

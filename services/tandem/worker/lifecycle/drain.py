@@ -27,11 +27,11 @@ async def drain(
         now = time.monotonic()
         if now > ends_at():
             log.warning(
-                "the drain deadline has passed: %d sequences and %d leases are aborted after "
-                "%.1f s: %s",
+                "the drain deadline has passed after %.1f s, so %d sequences and %d leases are "
+                "aborted (%s)",
+                now - began,
                 decode.num_sequences,
                 prefill.num_leases,
-                now - began,
                 describe(decode, prefill, now),
             )
             return

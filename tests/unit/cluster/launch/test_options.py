@@ -190,7 +190,7 @@ class TestGpus:
     def test_four_workers_on_one_gpu(self) -> None:
         assert refusal("--device cuda --prefill 2 --decode 2", 1) == (
             "4 workers do not fit on 1 GPU with 2 on each; lower --prefill or --decode, or raise "
-            "--workers-per-gpu to 4, which divides the GPU's memory among them"
+            "--workers-per-gpu to 4; the workers on a GPU share its memory"
         )
         assert "5 workers do not fit on 2 GPUs with 1 on each" in refusal(
             "--device cuda --decode 4", 2
@@ -280,7 +280,7 @@ class TestGpuMemory:
             check_gpu_memory(options, model, Cards((GB // 2,)))
         assert refused.value.message == (
             "each of 2 workers may use 225,000,000 of a GPU's 500,000,000 bytes "
-            "(--gpu-memory-utilization 0.9), and the model has 269,030,016 bytes of weights; "
+            "(--gpu-memory-utilization 0.9), which is too little for 269,030,016 bytes of weights; "
             "choose a smaller or a quantized model, start fewer workers on a GPU (--prefill, "
             "--decode), or use --device cpu"
         )

@@ -89,7 +89,7 @@ def test_each_tensor_of_a_family_must_be_there_and_fit(family: str, tmp_path: Pa
             check(folder, wrong)
         assert str(folder.weight_files[0]) in raised.value.message
     surplus = headers | {"model.layers.0.extra.weight": TensorHeader("F32", (3,))}
-    with pytest.raises(UnsupportedModel, match=r"has model\.layers\.0\.extra\.weight, which conf"):
+    with pytest.raises(UnsupportedModel, match=r"has model\.layers\.0\.extra\.weight, but conf"):
         check(folder, surplus)
 
 

@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Kind, str, str]] = {
     "references": (
         "json_schema",
         references(2000),
-        "references is nested more than 250 levels deep",
+        "nested more than 250 levels deep, including the targets of its references",
     ),
     "references of properties": (
         "json_schema",

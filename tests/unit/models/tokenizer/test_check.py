@@ -46,10 +46,10 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "words": (split_by(r"^(\w+\s?)*$"), "fail or do not end on the text"),
     "replaces": (replace({"Regex": "(a+)+c"}, "b"), "fail or do not end on the text"),
     "two marks": (split_by(r"(\w+\s?)+!!"), "fail or do not end on the text"),
-    "a megabyte": (replace({"String": "a"}, "b" * 1_000_000), "1e.06 times as long"),
-    "doubles": (replace({"String": "a"}, "aa", 18), "2.62e.05 times as long"),
-    "doubles a word": (replace({"String": "word"}, "wordword", 30), "1.07e.09 times as long"),
-    "grows by an expression": (replace({"Regex": "q[ij]"}, "b" * 300), "300 times as long"),
+    "a megabyte": (replace({"String": "a"}, "b" * 1_000_000), "1e.06 times its length"),
+    "doubles": (replace({"String": "a"}, "aa", 18), "2.62e.05 times its length"),
+    "doubles a word": (replace({"String": "word"}, "wordword", 30), "1.07e.09 times its length"),
+    "grows by an expression": (replace({"Regex": "q[ij]"}, "b" * 300), "300 times its length"),
     "prepends": (
         lambda file: file.update(normalizer={"type": "Prepend", "prepend": "b" * 100_000}),
         "make .* tokens of the text",
@@ -59,7 +59,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         lambda file: file.update(
             decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10**6}
         ),
-        "rules of its decoder may make a text 1e.06 times as long",
+        "rules of its decoder can lengthen a text to 1e.06 times its length",
     ),
     "no JSON": (lambda file: file.clear(), "loading it fails"),
 }

@@ -83,8 +83,8 @@ class ObjectStorage(SharedStorage):
             ) from error
         except OSError as error:
             log.warning(
-                "the object store at kv-store-url %s does not answer; the worker starts without it "
-                "and tries again later: %s",
+                "the object store at kv-store-url %s does not answer (%s); the worker starts "
+                "without it and tries again later",
                 place,
                 error,
             )
@@ -246,9 +246,9 @@ class _Health:
             if not self._has_failed or self._is_probed:
                 pause_s = self._backoff.next_s()
                 log.warning(
-                    "the object store failed and is not used for %.0f s: %s",
-                    pause_s,
+                    "the object store failed (%s), so it is not used for %.0f s",
                     _first_line(error),
+                    pause_s,
                 )
                 self._ready_at = time.monotonic() + pause_s
             self._has_failed = True

@@ -54,8 +54,9 @@ def add(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     if late := _wait(client, owners, _is_added, deadline_s):
         _take_back(client, owners)
         raise DeadlineExceeded(
-            f"the worker that was added to {' and '.join(late)} was not ready within {deadline_s:g}"
-            " s, so it is removed again; check that the cluster has room for one more worker"
+            f"{' and '.join(late)}: the added worker was not ready within {deadline_s:g} s, so all "
+            "added workers are removed again; check that the cluster has room for one more worker "
+            "of each pool"
         )
 
 
@@ -70,7 +71,7 @@ def end(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     if late:
         raise DeadlineExceeded(
             f"{' and '.join(late)}: the workers were not replaced within {deadline_s:g} s; the "
-            "added worker stays until the next upgrade, or until a size is set"
+            "added worker stays until the next upgrade; to remove it now, set the pool's size to 1"
         )
 
 
