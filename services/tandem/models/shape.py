@@ -86,8 +86,8 @@ def _mlp_parameters(model: ModelConfig, experts: Experts | None) -> int:
 def _read_config(path: Path) -> ModelConfig:
     if not path.is_file():
         raise ConfigError(
-            f"there is no file {path}; give a folder with config.json, a config.json, a .gguf "
-            f"file, {BUILT_IN} or a hub name"
+            f"there is no file {path}; give a folder that has a config.json, the config.json "
+            f"itself, a .gguf file, {BUILT_IN}, or a name on the hub"
         )
     with naming(path):
         generation = path.with_name("generation_config.json")

@@ -52,8 +52,8 @@ class GatewayOptions(Options):
     """Priority of each InferenceObjective, such as batch=-1. Requests with a priority below 0 are
     refused (429) when workers are busy."""
     front_of: Text = ""
-    """Id of one decode worker. A gateway sends the requests for this worker to this router.
-    Default: none."""
+    """Id of the decode worker beside which this router runs. If an endpoint picker has chosen this
+    worker, the router follows. Default: none, and the router ignores what pickers choose."""
 
     @property
     def is_router(self) -> bool:

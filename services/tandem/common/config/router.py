@@ -181,7 +181,7 @@ class RouterOptions(AdmissionOptions):
     """Seconds that a request waits while a pool has no worker. It should be longer than the start
     of a worker."""
     drain_deadline_s: Seconds = 30.0
-    """Seconds that running requests have to finish when the router stops."""
+    """Time in seconds for running requests to finish, when the router stops."""
     header_bytes_max: Annotated[PositiveSize, _Http] = 64 << 10
     """Largest request header, in bytes."""
     headers_max: Annotated[Positive, _Http] = 100

@@ -91,7 +91,8 @@ class WorkerOptions(Options):
     """Any name. Workers with the same name must have the same KV format. For an upgrade that
     changes the KV format, give the new workers a new name."""
     drain_deadline_s: Seconds = 30.0
-    """Seconds that running requests have to move or finish when the worker stops."""
+    """Time in seconds for running requests to move to other workers or finish, when the worker
+    stops."""
     engine: EngineConfig
     transfer: TransferConfig = field(default_factory=TransferConfig)
     events: KvEventOptions = field(default_factory=KvEventOptions)

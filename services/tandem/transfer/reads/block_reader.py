@@ -294,7 +294,8 @@ class BlockReader:
         for active in self._pulls.values():
             if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):
                 raise BadRequest(
-                    f"the pull {active.pull.pull_id} already reads into one of the local blocks"
+                    "a new pull is refused, because the pull "
+                    f"{active.pull.pull_id} already writes to one of its target blocks"
                 )
         if fenced := self._fence.fenced(pull.local_block_ids):
             raise BadRequest(
