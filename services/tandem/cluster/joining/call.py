@@ -32,7 +32,7 @@ def request_join(
             raise ConfigError(
                 f"the certificate authority at {where} has the SHA-256 fingerprint {found}, not "
                 "the one in --ca-sha256: it belongs to another cluster, or someone intercepts the "
-                "connection. The join token was not sent"
+                "connection. This machine did not send its join token"
             )
         context = ssl.create_default_context(cadata=ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -59,8 +59,8 @@ def _fetch_ca(host: str, port: int) -> bytes:
     certificates = x509.load_pem_x509_certificates(text)
     if len(certificates) != 1:
         raise ValueError(
-            f"it sent {len(certificates)} certificates as its certificate authority instead of "
-            "one. The join token was not sent"
+            f"it presents {len(certificates)} certificate authorities; it must present one. This "
+            "machine did not send its join token"
         )
     return certificates[0].public_bytes(Encoding.DER)
 

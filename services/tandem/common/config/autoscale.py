@@ -51,7 +51,8 @@ class AutoscaleConfig(Options):
     itl_s: PositiveSeconds = 0.1
     """Target of the autoscaler for the time between two tokens, in seconds."""
     cold_start_s: Seconds = 90.0
-    """Seconds from the decision to add a worker until the worker takes its first request."""
+    """How long a new worker takes to start, in seconds: from the decision to add it to its first
+    request. The autoscaler plans with this estimate."""
     interval_s: PositiveSeconds = 10.0
     """Seconds between two decisions of the autoscaler."""
     idle_s: Seconds = 40.0

@@ -134,12 +134,11 @@ class EngineOptions(Options):
     """File with keys that encrypt copies of KV blocks outside main memory. Each line is one key of
     64 hexadecimal digits. New copies are encrypted with the first key. Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "value"
-    """Which evicted KV blocks are copied to memory, disk and object store, and which copies are
-    dropped first. With value, only blocks that were used twice or are likely to be reused are
-    copied, and copies that are rarely used and cheap to recompute are dropped first. With the other
-    policies, all evicted blocks are copied. Dropped first is then, with lru, the least recently
-    used copy; with prefix, the end of the longest prefix; with priority, the copy with the lowest
-    kv_priority."""
+    """Policy for copies of evicted KV blocks in memory, on disk and in the object store. The policy
+    value copies only blocks that were used twice or are likely to be reused, and first drops copies
+    that are rarely used and cheap to recompute. The policies lru, prefix and priority copy all
+    evicted blocks; they first drop the least recently used copy (lru), the last copy of the longest
+    prefix (prefix), or the copy with the lowest kv_priority (priority)."""
     kv_pin_share: PinShare = 0.5
     """Largest share of the KV cache, and of each tier, that requests may protect from eviction: 0
     to 1."""

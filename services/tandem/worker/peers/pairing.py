@@ -189,7 +189,8 @@ class Pairing:
             raise WorkerLost(f"{error.code().name}: {error.details()}") from None
         if response.epoch != peer.epoch:
             raise WorkerLost(
-                f"another process now uses the address of the worker (epoch {response.epoch})"
+                f"another process, with epoch {response.epoch}, now answers at the address of this "
+                f"worker, which had epoch {peer.epoch}"
             )
         theirs = to_struct(KvCompatibility, response.compatibility)
         if differences := self._compatibility.differences(theirs):
