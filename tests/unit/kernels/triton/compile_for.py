@@ -55,7 +55,7 @@ SHARED_MAX = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 # The instruction of products of 64 rows or more, where an architecture has one.
 LARGE_PRODUCT = {90: "wgmma", 100: "tcgen05"}
 # A program samples one row, so its barriers are not hidden by other work.
-BARRIERS_MAX = {"_sample": 40}
+BARRIERS_MAX = {"_sample": 54}
 # Warps of kernels that are launched with another number than Triton's default, 4.
 NUM_WARPS = {
     "_add_rms_norm": norm.num_warps(4096),

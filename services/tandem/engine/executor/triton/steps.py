@@ -73,7 +73,7 @@ class TritonSteps:
         self._step_tokens = step_tokens
         self._vocab_size = config.vocab_size
         self._pools: Sequence[KvPool] | None = None
-        device = weights.embedding.device
+        device = weights.device
         self._adapters = TritonAdapters(device)
         is_cuda = device.type == "cuda"
         # The tokens of the last sampling. A step that is launched ahead takes its tokens from here.
