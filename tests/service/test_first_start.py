@@ -177,7 +177,7 @@ for _ in $(seq 600); do
   kill -0 $! || exit 1
   sleep 0.2
 done
-"$tandem" chat "What is gravity?" --url "$url"
+"$tandem" chat "What is gravity?" --temperature 0 --url "$url"
 status=$?
 kill -TERM $!
 wait $!
@@ -248,7 +248,7 @@ def test_a_fresh_clone_answers_with_each_python(
             time.sleep(0.5)
         assert f"packages with {installer}" in screen.read_text()
         tandem = str(clone / ".venv/bin/tandem")
-        answer = harness.run([tandem, "chat", "What is gravity?", "--url", url])
+        answer = harness.run([tandem, "chat", "What is gravity?", "--temperature", "0", "--url", url])
         assert "ravity" in answer
         assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
     finally:
