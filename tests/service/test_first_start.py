@@ -248,7 +248,8 @@ def test_a_fresh_clone_answers_with_each_python(
             time.sleep(0.5)
         assert f"packages with {installer}" in screen.read_text()
         tandem = str(clone / ".venv/bin/tandem")
-        answer = harness.run([tandem, "chat", "What is gravity?", "--temperature", "0", "--url", url])
+        question = ["What is gravity?", "--temperature", "0"]
+        answer = harness.run([tandem, "chat", *question, "--url", url])
         assert "ravity" in answer
         assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
     finally:
