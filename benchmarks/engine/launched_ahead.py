@@ -1,13 +1,13 @@
 """Measures how long a GPU would wait for the host between decode steps.
 
-    python -m benchmarks.engine.overlap [--steps 200]
+    python -m benchmarks.engine.launched_ahead [--steps 200]
 
 The engine runs on a device that computes nothing: a pass takes 3 ms with 8 sequences and 10 ms with
 256, a sampling 0.1 ms, both in the order in which they were started. The host does all that it does
 for the Triton kernels except launches: it writes the inputs of each step and packs the parameters
 of the samplings. "idle" is the time per step in which the device has nothing to do; "host" is the
 CPU time of the engine's thread without its waits. Both are measured with and without launching
-passes ahead, in turn. Medians over the steps, in ms. Writes benchmarks/results/overlap.json.
+passes ahead, in turn. Medians over the steps, in ms. Writes benchmarks/results/launched_ahead.json.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARM_UP = 20
 class Options:
     steps: int = 200
     rounds: int = 3
-    output: Path = RESULTS / "overlap.json"
+    output: Path = RESULTS / "launched_ahead.json"
 
 
 class Device:
