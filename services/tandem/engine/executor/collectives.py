@@ -55,3 +55,15 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+def inputs_of(ranks: Collectives, x: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns the activations by which this rank's share of a matrix is multiplied. This rank has
+    computed `x`, and all ranks together `width` columns."""
+    return x if ranks.share.splits_inputs else ranks.gather(x, width)
+
+
+def whole_of(ranks: Collectives, width: int, share: torch.Tensor) -> torch.Tensor:
+    """Returns the whole result [rows, width] of a matrix, of which this rank has computed
+    `share`."""
+    return ranks.sum(share) if ranks.share.splits_inputs else ranks.gather(share, width)

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from tandem.engine.cache.layout.kv_groups import layer_places
-from tandem.engine.executor.collectives import ALONE, Collectives
+from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
 from tandem.engine.executor.torch.inputs import StepInputs
 from tandem.engine.executor.torch.lora import NO_LORA, ProductName, StepLora
 from tandem.engine.executor.weights.decoder_weights import (
@@ -128,17 +128,19 @@ class Decoder:
             share = self._out(
                 index, "attention_out", layer.attention_out, attended.flatten(1), lora
             )
-            delta = self._whole(share)
+            delta = whole_of(self._ranks, self._config.hidden_size, share)
             if tell_written is not None and self._ranks is not ALONE:
                 tell_written()
             x = self._added(x, delta, layer.attention_post_norm)
             normed = self._norm(x, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
-                delta = self._whole(self._mlp(index, layer.mlp, normed, lora))
+                delta = whole_of(
+                    self._ranks, self._config.hidden_size, self._mlp(index, layer.mlp, normed, lora)
+                )
             else:
                 assert spec.experts is not None
                 share = self._experts(index, spec.experts, layer.mlp, normed, lora)
-                delta = self._whole(share)
+                delta = whole_of(self._ranks, self._config.hidden_size, share)
             x = self._added(x, delta, layer.mlp_post_norm)
         return self._logits(x, inputs.logit_rows)
 
@@ -209,19 +211,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Multiplies activations, of which this rank has computed `x`, by a matrix whose product is
         added to the residual stream. Returns this rank's share of the product."""
-        x = self._inputs(x, matrix.weight.shape[1])
+        x = inputs_of(self._ranks, x, matrix.weight.shape[1])
         return lora.add(index, product, self._project(x, (matrix,)), x)
-
-    def _inputs(self, x: torch.Tensor, width: int) -> torch.Tensor:
-        """Returns the activations by which this rank's share of a matrix is multiplied. This rank
-        has computed `x`, and all ranks together `width` columns."""
-        return x if self._ranks.share.splits_inputs else self._ranks.gather(x, width)
-
-    def _whole(self, share: torch.Tensor) -> torch.Tensor:
-        """Returns the whole result [rows, hidden], of which this rank has computed `share`."""
-        if self._ranks.share.splits_inputs:
-            return self._ranks.sum(share)
-        return self._ranks.gather(share, self._config.hidden_size)
 
     def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora) -> torch.Tensor:
         """Returns this rank's share of the output."""
@@ -232,7 +223,7 @@ class Decoder:
             # vector, that is, on the element's place in its row. So, to get the same bits for any
             # number of ranks, the function is applied to whole rows, as the only rank would.
             num_inner = mlp.down.weight.shape[1]
-            parts = [self._inputs(part, num_inner) for part in (gate, up)]
+            parts = [inputs_of(self._ranks, part, num_inner) for part in (gate, up)]
             gate, up = torch.cat(parts, 1).chunk(2, dim=-1)
         if self._config.gate_clamp is not None:
             gated = _gate_clamped(self._config.gate_clamp, gate, up)

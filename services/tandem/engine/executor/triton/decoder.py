@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from tandem.engine.cache.layout.kv_groups import layer_places
-from tandem.engine.executor.collectives import ALONE, Collectives
+from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
 from tandem.engine.executor.torch.decoder import (
     embedding_multiplier,
     final_logits,
@@ -129,19 +129,23 @@ class TritonDecoder:
                 ),
                 on_kv_launched if is_last and self._ranks is ALONE else _nothing,
             )
-            delta = self._whole(
-                self._out(index, "attention_out", layer.attention_out, attended, lora)
+            delta = whole_of(
+                self._ranks,
+                self._config.hidden_size,
+                self._out(index, "attention_out", layer.attention_out, attended, lora),
             )
             if is_last and self._ranks is not ALONE:
                 on_kv_launched()
             normed = self._add_norm(x, delta, layer.attention_post_norm, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
-                delta = self._whole(self._mlp(index, layer.mlp, normed, lora))
+                delta = whole_of(
+                    self._ranks, self._config.hidden_size, self._mlp(index, layer.mlp, normed, lora)
+                )
             else:
                 assert spec.experts is not None
                 assert stacked is not None
                 share = self._mix(index, spec.experts, stacked, layer.mlp, normed, lora)
-                delta = self._whole(share)
+                delta = whole_of(self._ranks, self._config.hidden_size, share)
             post_norm = layer.mlp_post_norm
         assert delta is not None
         rows = step.logit_rows
@@ -165,19 +169,8 @@ class TritonDecoder:
     ) -> torch.Tensor:
         """Multiplies activations, of which this rank has computed `x`, by a matrix whose product is
         added to the residual stream. Returns this rank's share of the product."""
-        x = self._inputs(x, matrix.weight.shape[1])
+        x = inputs_of(self._ranks, x, matrix.weight.shape[1])
         return lora.add(index, name, product(x, matrix), x)
-
-    def _inputs(self, x: torch.Tensor, width: int) -> torch.Tensor:
-        """Returns the activations by which this rank's share of a matrix is multiplied. This rank
-        has computed `x`, and all ranks together `width` columns."""
-        return x if self._ranks.share.splits_inputs else self._ranks.gather(x, width)
-
-    def _whole(self, share: torch.Tensor) -> torch.Tensor:
-        """Returns the whole result [rows, hidden], of which this rank has computed `share`."""
-        if self._ranks.share.splits_inputs:
-            return self._ranks.sum(share)
-        return self._ranks.gather(share, self._config.hidden_size)
 
     def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: AddsLora) -> torch.Tensor:
         """Returns this rank's share of the output."""
@@ -214,7 +207,7 @@ class TritonDecoder:
             x,
             chosen,
             shares,
-            lambda gate_up: self._inputs(self._gated(gate_up), stacked.num_inner),
+            lambda gate_up: inputs_of(self._ranks, self._gated(gate_up), stacked.num_inner),
             shared,
         )
 
