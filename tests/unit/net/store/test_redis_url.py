@@ -52,7 +52,7 @@ def test_a_cluster() -> None:
         ("redis://:hush@a:70000", "must be HOST or HOST:PORT"),
         ("redis://:hush@a?socket_timeout=soon", "socket_timeout"),
         ("rediss://:hush@a?ssl_ca_certs=/none.pem", "/none.pem'.*no such file"),
-        ("redis://:hush@a?sentinel_password=hush", "belong to redis.sentinel"),
+        ("redis://:hush@a?sentinel_password=hush", "allowed only in redis.sentinel"),
         ("unix://", "must name the path"),
     ],
 )
