@@ -259,6 +259,9 @@ class ModelRunner:
                     max_num_seqs=config.max_num_seqs,
                     max_model_len=self.max_model_len,
                     step_tokens=config.max_tokens_per_step or self.tokens_per_step,
+                    num_adapters_max=config.max_loras,
+                    lora_rank_max=config.max_lora_rank,
+                    records_adapters=bool(config.lora),
                     ranks=self._ranks,
                 )
             elif kernels == "native":
