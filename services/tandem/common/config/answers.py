@@ -18,14 +18,18 @@ ToolParser = Literal[
     "mistral",
     "deepseek_v3",
     "deepseek_v31",
+    "seed_oss",
+    "minimax_m2",
     "glm45",
+    "hunyuan",
     "kimi_k2",
     "phi4_mini",
     "granite",
+    "nemotron",
     "harmony",
     "json",
 ]
-ReasoningParser = Literal["auto", "none", "think", "mistral", "granite"]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "hunyuan", "granite"]
 
 
 @Parameter(name="*", group=REQUESTS)

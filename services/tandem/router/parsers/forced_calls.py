@@ -33,7 +33,7 @@ def write_grammar(
     reasoning: ReasoningTags | None,
     *,
     frame: CallFrame,
-    added_token_id: Callable[[str], int | None],
+    split_at_added: Callable[[str], Sequence[tuple[str, int | None]]],
     begins_in_reasoning: bool,
     one_call_only: bool,
 ) -> str:
@@ -41,7 +41,7 @@ def write_grammar(
 
     Raises BadRequest for a tool that cannot be called.
     """
-    grammar = _CallRules(terminals_of(tool_format, reasoning), added_token_id, frame=frame)
+    grammar = _CallRules(terminals_of(tool_format, reasoning), split_at_added, frame=frame)
     calls = grammar.calls([tool["function"] for tool in tools], one_call_only=one_call_only)
     thought = ""
     if reasoning is not None:
@@ -75,7 +75,7 @@ class _CallRules(GrammarRules):
         return f"{written} {self.text(frame.closes)}"
 
     def _written_name(self, name: str) -> str:
-        if '"%s"' in self.frame.before:
+        if self.frame.pair is None and '"%s"' in self.frame.before:
             return json.dumps(name)[1:-1]
         if not _BARE_NAME.fullmatch(name):
             raise _cannot_call(

@@ -9,7 +9,7 @@ Each format follows the public description of its model family: model cards and 
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -141,28 +141,60 @@ _HERMES = ToolFormat(
     ],
 )
 
-_QWEN3_CODER = ToolFormat(
-    states={
-        "content": State(Text.CONTENT, {"<tool_call>": "call", "<function=": "name"}),
-        "call": State(Text.INSIDE, {"<function=": "name"}),
-        "name": State(Text.NAME, {">": "body"}),
-        "body": State(Text.INSIDE, {"<parameter=": "key", "</function>": "between"}),
-        "key": State(Text.KEY, {">": "value"}),
-        "value": State(Text.VALUE, {"</parameter>": "body"}),
-        "between": State(
-            Text.BETWEEN,
-            {"</tool_call>": "between", "<tool_call>": "call", "<function=": "name"},
-        ),
-    },
-    frames=[
-        CallFrame(
-            before="<tool_call>\n<function=%s>\n",
-            pair=("<parameter=%s>\n", "\n</parameter>\n"),
-            after="</function>\n</tool_call>",
-            between="\n",
-        )
-    ],
-    trims_lines=True,
+
+def _tagged(
+    wrapper: str,
+    call: str,
+    key: str,
+    *,
+    on_lines: bool = False,
+    value_ends: str = "</parameter>",
+    bare_calls: bool = False,
+    shares_wrapper: bool = False,
+) -> ToolFormat:
+    """Returns a format with tags around each call and each parameter, such as
+    <tool_call><function=find><parameter=q>x</parameter></function></tool_call>.
+
+    `wrapper` is the tag around all calls, such as "<tool_call>". `call` and `key` are the opening
+    tags of a call and of a parameter, with `%s` for the name. `on_lines` is True if a value is
+    written on lines of its own. `bare_calls` is True if calls without a wrapper are parsed, too.
+    `shares_wrapper` is True if the model writes all calls of an answer into one wrapper.
+    """
+    wrapper_ends = f"</{wrapper[1:]}"
+    call_ends = f"</{re.split('[= ]', call[1:])[0]}>"
+    (call_opens, name_ends), (key_opens, key_ends) = call.split("%s"), key.split("%s")
+    calls = {wrapper: "call", call_opens: "name"}
+    line = "\n" if on_lines else ""
+    return ToolFormat(
+        states={
+            "content": State(Text.CONTENT, calls if bare_calls else {wrapper: "call"}),
+            "call": State(Text.INSIDE, {call_opens: "name"}),
+            "name": State(Text.NAME, {name_ends: "body"}),
+            "body": State(Text.INSIDE, {key_opens: "key", call_ends: "between"}),
+            "key": State(Text.KEY, {key_ends: "value"}),
+            "value": State(Text.VALUE, {value_ends: "body"}),
+            "between": State(Text.BETWEEN, {wrapper_ends: "between", **calls}),
+        },
+        frames=[
+            CallFrame(
+                opens=f"{wrapper}\n",
+                before=f"{call}\n",
+                pair=(key + line, f"{line}{value_ends}\n"),
+                after=f"{call_ends}\n",
+                between="" if shares_wrapper else f"{wrapper_ends}\n{wrapper}\n",
+                closes=wrapper_ends,
+            )
+        ],
+        trims_lines=on_lines,
+    )
+
+
+_QWEN3_CODER = _tagged(
+    "<tool_call>", "<function=%s>", "<parameter=%s>", on_lines=True, bare_calls=True
+)
+_SEED_OSS = _tagged("<seed:tool_call>", "<function=%s>", "<parameter=%s>")
+_MINIMAX_M2 = _tagged(
+    "<minimax:tool_call>", '<invoke name="%s">', '<parameter name="%s">', shares_wrapper=True
 )
 
 # Llama 3 writes calls as JSON, with or without the tag before them, and semicolons between calls.
@@ -245,12 +277,70 @@ _GLM45 = ToolFormat(
         "between": State(Text.BETWEEN, {"<tool_call>": "name"}),
     },
     frames=[
+        CallFrame(  # from GLM 4.7 on
+            before="<tool_call>%s",
+            pair=("<arg_key>%s</arg_key><arg_value>", "</arg_value>"),
+            after="</tool_call>",
+            sign="</arg_key><arg_value>",
+        ),
         CallFrame(
             before="<tool_call>%s\n",
             pair=("<arg_key>%s</arg_key>\n<arg_value>", "</arg_value>\n"),
             after="</tool_call>",
             between="\n",
-        )
+        ),
+    ],
+)
+
+_SUFFIX = ":opensource"  # Hy3 has it in its tags, such as <tool_call:opensource>
+
+
+def _with_suffix(tag: str) -> str:
+    return f"{tag.removesuffix('>')}{_SUFFIX}>"
+
+
+def _hy3_frame(sign: str, adapt: Callable[[str], str]) -> CallFrame:
+    """Returns Hy3's frame. `adapt` changes each tag."""
+    return CallFrame(
+        opens=adapt("<tool_calls>") + "\n",
+        before=f"{adapt('<tool_call>')}%s{adapt('<tool_sep>')}\n",
+        pair=(
+            f"{adapt('<arg_key>')}%s{adapt('</arg_key>')}\n{adapt('<arg_value>')}",
+            adapt("</arg_value>") + "\n",
+        ),
+        after=adapt("</tool_call>") + "\n",
+        closes=adapt("</tool_calls>"),
+        sign=sign,
+    )
+
+
+# Hunyuan:  <tool_calls>[{"name": "find", "arguments": {...}}, ...]</tool_calls>
+# Hy3:      <tool_calls><tool_call>find<tool_sep><arg_key>q</arg_key><arg_value>x</arg_value>
+#           </tool_call></tool_calls>, also with the suffix in each tag
+_HUNYUAN = ToolFormat(
+    states={
+        name: State(text, terminals | {_with_suffix(t): n for t, n in terminals.items()})
+        for name, (text, terminals) in {
+            "content": (Text.CONTENT, {"<tool_calls>": "calls"}),
+            "calls": (Text.CALLS, {"<tool_call>": "name", "</tool_calls>": "content"}),
+            "name": (
+                Text.NAME,
+                {"<tool_sep>": "body", "<arg_key>": "key", "</tool_call>": "between"},
+            ),
+            "body": (Text.INSIDE, {"<arg_key>": "key", "</tool_call>": "between"}),
+            "key": (Text.KEY, {"</arg_key>": "equals"}),
+            "equals": (Text.INSIDE, {"<arg_value>": "value"}),
+            "value": (Text.VALUE, {"</arg_value>": "body"}),
+            "between": (
+                Text.BETWEEN,
+                {"<tool_call>": "name", "<tool_calls>": "calls", "</tool_calls>": "content"},
+            ),
+        }.items()
+    },
+    frames=[
+        _hy3_frame(_with_suffix("<arg_key>"), _with_suffix),
+        _hy3_frame("<arg_key>", _as_written),
+        _listed("<tool_calls>[", "]</tool_calls>"),
     ],
 )
 
@@ -291,6 +381,14 @@ _GRANITE = ToolFormat(
         "between": State(Text.BETWEEN, {"<|tool_call|>": "calls", "<tool_call>": "calls"}),
     },
     frames=[_listed("<|tool_call|>[", "]", sign="<|tool_call|>"), _listed("<tool_call>[", "]")],
+)
+
+_NEMOTRON = ToolFormat(
+    states={
+        "content": State(Text.CONTENT, {"<TOOLCALL>": "calls"}),
+        "calls": State(Text.CALLS, {"</TOOLCALL>": "content"}),
+    },
+    frames=[_listed("<TOOLCALL>[", "]</TOOLCALL>")],
 )
 
 # The format for models without a format of their own. The whole answer is a call as a JSON object,
@@ -378,10 +476,14 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mistral": _MISTRAL,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v31": _DEEPSEEK_V3_1,
+    "seed_oss": _SEED_OSS,
+    "minimax_m2": _MINIMAX_M2,
     "glm45": _GLM45,
+    "hunyuan": _HUNYUAN,
     "kimi_k2": _KIMI_K2,
     "phi4_mini": _PHI4_MINI,
     "granite": _GRANITE,
+    "nemotron": _NEMOTRON,
     "harmony": _HARMONY,
     "json": _JSON,
 }
@@ -408,17 +510,25 @@ def read_json_too(tool_format: ToolFormat) -> ToolFormat:
     return replace(tool_format, states=states, start=start, known_names_only=True)
 
 
+_HY3_THOUGHT = ReasoningTags(_with_suffix("<think>"), _with_suffix("</think>"))
 REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "think": ReasoningTags("<think>", "</think>"),
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
+    "hunyuan": _HY3_THOUGHT,
     "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
     "none": None,
 }
 
 # (name of a format, strings). The first format whose strings all occur in the chat template is
-# chosen.
+# chosen; if there is none, the first one whose strings all are added tokens.
 _SIGNS_OF_TOOLS = (
     ("harmony", ("<|channel|>", "<|message|>")),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("hunyuan", (_with_suffix("<tool_calls>"),)),
+    ("hunyuan", ("<tool_calls>",)),
+    ("nemotron", ("<TOOLCALL>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("glm45", ("<arg_key>",)),
     ("kimi_k2", ("<|tool_call_argument_begin|>",)),
@@ -436,16 +546,25 @@ _SIGNS_OF_TOOLS = (
 _SIGNS_OF_REASONING = (
     ("granite", "Here is my thought process:"),
     ("mistral", "[THINK]"),
+    ("seed_oss", "<seed:think>"),
     ("think", "</think>"),
     ("think", "<think>"),
 )
 
 
-def choose_tool_format(template: str) -> str:
-    """Returns the name of the format that fits a chat template; `json` if none does."""
-    fits = (n for n, signs in _SIGNS_OF_TOOLS if all(sign in template for sign in signs))
-    return next(fits, "json")
+def choose_tool_format(template: str, added_tokens: Collection[str]) -> str:
+    """Returns the name of the format that fits a model's chat template or else its added tokens;
+    `json` if none does."""
+    for text in (template, added_tokens):
+        for name, signs in _SIGNS_OF_TOOLS:
+            if all(sign in text for sign in signs):
+                return name
+    return "json"
 
 
-def choose_reasoning(template: str) -> str:
+def choose_reasoning(template: str, added_tokens: Collection[str]) -> str:
+    """Returns the name of the reasoning tags that fit a model's chat template or added tokens;
+    `none` if none do."""
+    if _HY3_THOUGHT.opens in added_tokens:  # The template composes it of parts.
+        return "hunyuan"
     return next((name for name, sign in _SIGNS_OF_REASONING if sign in template), "none")

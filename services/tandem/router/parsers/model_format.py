@@ -48,12 +48,13 @@ class ModelFormat:
         tools = config.tool_parser
         reasoning = config.reasoning_parser
         source = "\n".join(sources)
-        auto = choose_tool_format(sources[-1] if sources else "")
+        tokens = tokenizer.added_tokens
+        auto = choose_tool_format(sources[-1] if sources else "", tokens)
         self.tool_parser = auto if tools == "auto" else tools
-        self.reasoning_parser = choose_reasoning(source) if reasoning == "auto" else reasoning
+        auto = choose_reasoning(source, tokens)
+        self.reasoning_parser = auto if reasoning == "auto" else reasoning
         self._template = template
         self._source = source
-        self._added_token_id = tokenizer.added_token_id
         self._tokenizer = tokenizer
         self._format = TOOL_FORMATS[self.tool_parser]
         self._reads_all = self._format.thought is not None
@@ -104,7 +105,7 @@ class ModelFormat:
         return next(f for f in self._calls.frames if not f.sign or self._knows(f.sign))
 
     def _knows(self, sign: str) -> bool:
-        return sign in self._source or self._added_token_id(sign) is not None
+        return sign in self._source or sign in self._tokenizer.added_tokens
 
     @property
     def takes_effort(self) -> bool:
@@ -200,7 +201,7 @@ class ModelFormat:
             self._calls,
             self._thought(prompt_token_ids),
             frame=self._frame,
-            added_token_id=self._added_token_id,
+            split_at_added=self._tokenizer.split_at_added,
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
             one_call_only=one_call_only,
         )
@@ -213,7 +214,7 @@ class ModelFormat:
         head = write_head(
             self._format if self._reads_all else _PLAIN,
             self._thought(prompt_token_ids),
-            added_token_id=self._added_token_id,
+            split_at_added=self._tokenizer.split_at_added,
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
         )
         return replace(wanted, head=head)

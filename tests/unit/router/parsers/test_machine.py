@@ -160,6 +160,50 @@ def glm45(*calls: tuple[str, Any]) -> str:
     )
 
 
+def glm47(*calls: tuple[str, Any]) -> str:
+    return glm45(*calls).replace("\n<", "<").replace("\n<", "<")
+
+
+def seed_oss(*calls: tuple[str, Any]) -> str:
+    text = qwen3_coder(*calls).replace(">\n", ">").replace("\n</", "</")
+    return text.replace("tool_call>", "seed:tool_call>")
+
+
+def minimax_m2(*calls: tuple[str, Any]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f'<parameter name="{key}">{text}</parameter>\n'
+
+    return (
+        "<minimax:tool_call>\n"
+        + "".join(
+            f'<invoke name="{name}">\n{"".join(parameter(k, v) for k, v in arguments.items())}'
+            "</invoke>\n"
+            for name, arguments in calls
+        )
+        + "</minimax:tool_call>"
+    )
+
+
+def hunyuan(*calls: tuple[str, Any]) -> str:
+    return f"<tool_calls>{bare_list(*calls)}</tool_calls>"
+
+
+def hy3(*calls: tuple[str, Any]) -> str:
+    written = glm45(*calls)
+    for name, _ in calls:
+        written = written.replace(f"<tool_call>{name}\n", f"<tool_call>{name}<tool_sep>\n")
+    return f"<tool_calls>\n{written}\n</tool_calls>"
+
+
+def hy3_with_suffix(*calls: tuple[str, Any]) -> str:
+    return re.sub(r"(tool_calls?|tool_sep|arg_key|arg_value)>", r"\1:opensource>", hy3(*calls))
+
+
+def nemotron(*calls: tuple[str, Any]) -> str:
+    return f"<TOOLCALL>{bare_list(*calls)}</TOOLCALL>"
+
+
 def kimi_k2(*calls: tuple[str, Any]) -> str:
     return (
         "<|tool_calls_section_begin|>"
@@ -208,6 +252,13 @@ WRITERS = {
     deepseek_v3: ("deepseek_v3", True),
     deepseek_v31: ("deepseek_v31", True),
     glm45: ("glm45", True),
+    glm47: ("glm45", True),
+    seed_oss: ("seed_oss", True),
+    minimax_m2: ("minimax_m2", True),
+    hunyuan: ("hunyuan", True),
+    hy3: ("hunyuan", True),
+    hy3_with_suffix: ("hunyuan", True),
+    nemotron: ("nemotron", True),
     kimi_k2: ("kimi_k2", True),
     phi4_mini: ("phi4_mini", True),
     functools: ("phi4_mini", True),
@@ -216,7 +267,7 @@ WRITERS = {
     bare_list: ("json", False),
 }
 NAMES = {writer.__name__: writer for writer in WRITERS}
-TAGS_INSIDE = {qwen3_coder, glm45}
+TAGS_INSIDE = {qwen3_coder, glm45, glm47, hy3, hy3_with_suffix, seed_oss, minimax_m2}
 
 
 def test_every_format_has_a_golden_text() -> None:
@@ -325,6 +376,12 @@ MALFORMED = [
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
     ("glm45", "<tool_call>what a call"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>"),
+    ("seed_oss", "<seed:tool_call>now()</seed:tool_call>"),
+    ("minimax_m2", "<minimax:tool_call>now</minimax:tool_call>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="get the weather">'),
+    ("hunyuan", "<tool_calls>now</tool_calls>"),
+    ("hunyuan", "<tool_calls>[1]</tool_calls>"),
+    ("nemotron", "<TOOLCALL>now()</TOOLCALL>"),
     ("phi4_mini", "functools is a module"),
     ("granite", "<|tool_call|>[]"),
     ("json", '{"answer": 42}'),
@@ -425,6 +482,8 @@ def test_kimi_keeps_the_ids_of_the_model() -> None:
     [
         ("think", False, "<think>\nHm, 1 < 2.\n</think>\n\nYes."),
         ("think", True, "\nHm, 1 < 2.\n</think>\n\nYes."),
+        ("seed_oss", False, "<seed:think>Hm, 1 < 2.</seed:think>\nYes."),
+        ("hunyuan", True, "Hm, 1 < 2.</think:opensource>Yes."),
         ("mistral", False, "[THINK]Hm, 1 < 2.[/THINK]Yes."),
         ("granite", False, "Here is my thought process: Hm, 1 < 2. Here is my response: Yes."),
     ],
