@@ -118,14 +118,24 @@ class _CallRules(GrammarRules):
                     f"this model's format of tool calls does not allow {key[:80]!r} as the name of "
                     "a parameter"
                 )
-            if types_of(wanted) == {"string"}:
+            if types_of(wanted) == {"string"} and not self.frame.quotes_values:
                 value = self._string(key, wanted, around[1], is_strict=is_strict)
             else:
                 whole = {**wanted, **shared} if isinstance(wanted, dict) else wanted
                 value = f"{self._json(whole, is_strict=is_strict)} {self.text(around[1])}"
-            pair = f"{self.text(around[0], key)} {value}"
-            pairs.append(pair if key in required else f"({pair})?")
-        return self.rule(" ".join(pairs) or '""')
+            pairs.append((f"{self.text(around[0], key)} {value}", key in required))
+        return self._sequence(pairs, self.text(self.frame.between_pairs))
+
+    def _sequence(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Returns the rule of a sequence with separators between its items. The second element of
+        an item is True if the item is required."""
+        first = rest = '""'  # the rules of all items from one on: with none before it, with some
+        for item, is_required in reversed(items):
+            alone = self.rule(f"{item} {rest}")
+            joined = f"{separator} {item} {rest}"
+            first = alone if is_required else self.rule(f"{alone} | {first}")
+            rest = self.rule(joined if is_required else f"{joined} | {rest}")
+        return first
 
     def _string(self, key: str, schema: dict[str, Any], end: str, *, is_strict: bool) -> str:
         """Returns the rule of an unquoted string, followed by the string `end`."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from tandem.router.parsers.literal_text import PYTHON, Notation
 from tandem.router.parsers.machine import State, Text
 
 _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
@@ -61,6 +62,8 @@ class CallFrame:
     # Text before and text after each parameter's value, such as ("<parameter=%s>", "</parameter>"),
     # where `%s` stands for the parameter's name. None: the arguments are written as a JSON object.
     pair: tuple[str, str] | None = None
+    between_pairs: str = ""
+    quotes_values: bool = False  # True: values in pairs are JSON. False: strings have no quotes.
     # The frame fits only models that have this string in their chat template or added tokens.
     sign: str = ""
     is_single: bool = False  # True: an answer has at most one call
@@ -77,11 +80,12 @@ class CallFrame:
         if self.pair is None:
             return json.dumps(arguments, ensure_ascii=False)
         opens, closes = self.pair
-        texts = {
-            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            for key, value in arguments.items()
-        }
-        return "".join(f"{opens.replace('%s', k)}{text}{closes}" for k, text in texts.items())
+        pairs = []
+        for key, value in arguments.items():
+            is_plain = isinstance(value, str) and not self.quotes_values
+            text = value if is_plain else json.dumps(value, ensure_ascii=False)
+            pairs.append(f"{opens.replace('%s', key)}{text}{closes}")
+        return self.between_pairs.join(pairs)
 
 
 class ReasoningTags(NamedTuple):
@@ -197,6 +201,47 @@ _MINIMAX_M2 = _tagged(
     "<minimax:tool_call>", '<invoke name="%s">', '<parameter name="%s">', shares_wrapper=True
 )
 
+
+def _python_calls(opens: str, between: str, closes: str, sign: str = "") -> CallFrame:
+    """Returns the frame of calls in Python's notation, such as find(q="x", deep=true)."""
+    return CallFrame(
+        opens=opens,
+        before="%s(",
+        pair=("%s=", ""),
+        between_pairs=", ",
+        quotes_values=True,
+        after=")",
+        between=between,
+        closes=closes,
+        sign=sign,
+    )
+
+
+def _enclosed(opens: str, closes: str, frame: CallFrame, notation: Notation) -> ToolFormat:
+    """Returns a format that writes calls between two strings, as JSON or in `notation`."""
+    return ToolFormat(
+        states={
+            "content": State(Text.CONTENT, {opens: "calls"}),
+            "calls": State(Text.CALLS, {closes: "between"}, notation=notation),
+            "between": State(Text.BETWEEN, {opens: "calls"}),
+        },
+        frames=[frame],
+    )
+
+
+_LFM2 = _enclosed(
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    _python_calls("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    PYTHON,
+)
+_OLMO3 = _enclosed(
+    "<function_calls>",
+    "</function_calls>",
+    _python_calls("<function_calls>\n", "\n", "\n</function_calls>"),
+    PYTHON,
+)
+
 # Llama 3 writes calls as JSON, with or without the tag before them, and semicolons between calls.
 _LLAMA3 = ToolFormat(
     states={
@@ -205,6 +250,19 @@ _LLAMA3 = ToolFormat(
         "content": State(Text.CONTENT, {"<|python_tag|>": "call"}),
     },
     frames=[CallFrame(before='{"name": "%s", "parameters": ', after="}", between="; ")],
+    start="start",
+    known_names_only=True,
+)
+
+# Llama 4 writes calls as JSON, or as a list in Python's notation, with or without tags around them.
+_LLAMA4 = ToolFormat(
+    states={
+        "start": State(Text.CALLS, {"<|python_start|>": "call"}, notation=PYTHON),
+        "call": State(Text.CALLS, {"<|python_end|>": "between"}, notation=PYTHON),
+        "between": State(Text.BETWEEN, {"<|python_start|>": "call"}),
+        "content": State(Text.CONTENT, {"<|python_start|>": "call"}),
+    },
+    frames=[_python_calls("[", ", ", "]", sign="func_name1("), *_LLAMA3.frames],
     start="start",
     known_names_only=True,
 )
@@ -473,6 +531,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": _HERMES,
     "qwen3_coder": _QWEN3_CODER,
     "llama3": _LLAMA3,
+    "llama4": _LLAMA4,
+    "lfm2": _LFM2,
+    "olmo3": _OLMO3,
     "mistral": _MISTRAL,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v31": _DEEPSEEK_V3_1,
@@ -529,6 +590,9 @@ _SIGNS_OF_TOOLS = (
     ("hunyuan", (_with_suffix("<tool_calls>"),)),
     ("hunyuan", ("<tool_calls>",)),
     ("nemotron", ("<TOOLCALL>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("olmo3", ("<function_calls>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("glm45", ("<arg_key>",)),
     ("kimi_k2", ("<|tool_call_argument_begin|>",)),
@@ -542,6 +606,7 @@ _SIGNS_OF_TOOLS = (
     ("phi4_mini", ("<|tool|>",)),
     ("llama3", ("<|python_tag|>",)),
     ("llama3", ("<|start_header_id|>",)),
+    ("llama4", ("<|header_start|>",)),
 )
 _SIGNS_OF_REASONING = (
     ("granite", "Here is my thought process:"),

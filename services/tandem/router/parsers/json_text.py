@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 SPACE = " \t\r\n"
 DEPTH_MAX = 128
-_SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
+SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
 _SCALAR_CHARACTERS_MAX = 512
 _CLOSES = {"}": "{", "]": "["}
 
@@ -51,7 +51,7 @@ class JsonText:
             if char not in SPACE + ",]}":
                 self._scalar += char
                 return len(self._scalar) <= _SCALAR_CHARACTERS_MAX
-            if not _SCALAR.fullmatch(self._scalar):
+            if not SCALAR.fullmatch(self._scalar):
                 return False
             self._scalar = ""
             self._end_value()
@@ -123,6 +123,8 @@ class CallText:
     `is_streaming` is True within the arguments. If the arguments come before the name, `push`
     returns nothing, and `whole` has the call when the object has ended.
     """
+
+    held = ""  # all text of arguments is returned at once
 
     def __init__(self) -> None:
         self._json = JsonText()

@@ -114,6 +114,38 @@ def python_tag(*calls: tuple[str, Any]) -> str:
     return "<|python_tag|>" + llama3(*calls)
 
 
+def python_calls(*calls: tuple[str, Any]) -> list[str]:
+    def argument(key: str, value: Any) -> str:
+        return f"{key}={value!r}"
+
+    return [f"{name}({', '.join(argument(k, v) for k, v in a.items())})" for name, a in calls]
+
+
+def llama4(*calls: tuple[str, Any]) -> str:
+    return f"[{', '.join(python_calls(*calls))}]"
+
+
+def python_start(*calls: tuple[str, Any]) -> str:
+    return f"<|python_start|>{llama4(*calls)}<|python_end|>"
+
+
+def python_start_json(*calls: tuple[str, Any]) -> str:
+    return f"<|python_start|>{llama3(*calls)}<|python_end|>"
+
+
+def lfm2(*calls: tuple[str, Any]) -> str:
+    return f"<|tool_call_start|>{llama4(*calls)}<|tool_call_end|>"
+
+
+def lfm2_json(*calls: tuple[str, Any]) -> str:
+    return f"<|tool_call_start|>{bare_list(*calls)}<|tool_call_end|>"
+
+
+def olmo3(*calls: tuple[str, Any]) -> str:
+    lines = "\n".join(python_calls(*calls))
+    return f"<function_calls>\n{lines}\n</function_calls>"
+
+
 def mistral_list(*calls: tuple[str, Any]) -> str:
     return f"[TOOL_CALLS] [{', '.join(map(as_json, calls))}]"
 
@@ -246,6 +278,12 @@ WRITERS = {
     qwen3_coder: ("qwen3_coder", True),
     llama3: ("llama3", False),
     python_tag: ("llama3", True),
+    llama4: ("llama4", False),
+    python_start: ("llama4", True),
+    python_start_json: ("llama4", True),
+    lfm2: ("lfm2", True),
+    lfm2_json: ("lfm2", True),
+    olmo3: ("olmo3", True),
     mistral_list: ("mistral", True),
     mistral_names: ("mistral", True),
     mistral_ids: ("mistral", True),
@@ -371,6 +409,12 @@ MALFORMED = [
     ("qwen3_coder", "<function=get the weather>"),
     ("llama3", '{"name": "somebody", "parameters": {}}'),
     ("llama3", '<|python_tag|>brave_search.call(query="x")'),
+    ("llama4", "now (in Paris) it rains"),
+    ("llama4", "[1, 2]"),
+    ("llama4", '[other(a="b")]'),
+    ("lfm2", "<|tool_call_start|>[now<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[now(1)]<|tool_call_end|>"),
+    ("olmo3", "<function_calls>\nIt is noon.\n</function_calls>"),
     ("mistral", "[TOOL_CALLS] no such thing"),
     ("mistral", "[TOOL_CALLS]now[ARGS]none"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),

@@ -37,6 +37,9 @@ TEMPLATES = {
     "granite": "{{ tools }}<|start_of_role|>",
     "phi4_mini": "{{ tools }}<|tool|>",
     "llama3": "{{ tools }}<|start_header_id|>",
+    "llama4": "{{ tools }}<|header_start|>",
+    "lfm2": "{{ tools }}<|tool_list_start|>",
+    "olmo3": "{{ tools }}<function_calls>",
     "harmony": "{{ tools }}<|start|>assistant<|channel|>x<|message|>",
     "json": "{{ tools }}",
 }
