@@ -18,6 +18,7 @@ ToolParser = Literal[
     "llama4",
     "lfm2",
     "olmo3",
+    "gemma4",
     "mistral",
     "deepseek_v3",
     "deepseek_v31",
@@ -32,7 +33,9 @@ ToolParser = Literal[
     "harmony",
     "json",
 ]
-ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "hunyuan", "granite"]
+ReasoningParser = Literal[
+    "auto", "none", "think", "mistral", "gemma4", "seed_oss", "hunyuan", "granite"
+]
 
 
 @Parameter(name="*", group=REQUESTS)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from tandem.router.parsers.literal_text import PYTHON, Notation
+from tandem.router.parsers.literal_text import GEMMA, PYTHON, Notation
 from tandem.router.parsers.machine import State, Text
 
 _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
@@ -46,6 +46,18 @@ def _harmony_name(written: str) -> str:
     return written.removeprefix("functions.")
 
 
+class NestedValues(NamedTuple):
+    """How a model writes the values of arguments, if it writes objects and arrays not as JSON.
+
+    The pairs of an object are written as those of the arguments. Numbers are written as in JSON.
+    """
+
+    quote: str = ""  # text before and after a string
+    around_object: tuple[str, str] = ("", "")
+    around_array: tuple[str, str] = ("", "")
+    around_item: tuple[str, str] = ("", "")  # text before and after each item of an array
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFrame:
     """The text that a model writes around the arguments of its tool calls.
@@ -64,6 +76,7 @@ class CallFrame:
     pair: tuple[str, str] | None = None
     between_pairs: str = ""
     quotes_values: bool = False  # True: values in pairs are JSON. False: strings have no quotes.
+    nested: NestedValues | None = None  # None: objects and arrays in pairs are JSON
     # The frame fits only models that have this string in their chat template or added tokens.
     sign: str = ""
     is_single: bool = False  # True: an answer has at most one call
@@ -80,12 +93,24 @@ class CallFrame:
         if self.pair is None:
             return json.dumps(arguments, ensure_ascii=False)
         opens, closes = self.pair
-        pairs = []
-        for key, value in arguments.items():
-            is_plain = isinstance(value, str) and not self.quotes_values
-            text = value if is_plain else json.dumps(value, ensure_ascii=False)
-            pairs.append(f"{opens.replace('%s', key)}{text}{closes}")
+        pairs = (
+            f"{opens.replace('%s', k)}{self.value(v)}{closes.replace('%s', k)}"
+            for k, v in arguments.items()
+        )
         return self.between_pairs.join(pairs)
+
+    def value(self, value: Any) -> str:
+        """Returns the value of an argument as the model writes it in a pair."""
+        nested = self.nested
+        if isinstance(value, str) and not self.quotes_values:
+            quote = nested.quote if nested else ""
+            return f"{quote}{value}{quote}"
+        if nested and isinstance(value, Mapping):
+            return self._arguments(value).join(nested.around_object)
+        if nested and isinstance(value, list):
+            items = (self.value(item).join(nested.around_item) for item in value)
+            return self.between_pairs.join(items).join(nested.around_array)
+        return json.dumps(value, ensure_ascii=False)
 
 
 class ReasoningTags(NamedTuple):
@@ -265,6 +290,19 @@ _LLAMA4 = ToolFormat(
     frames=[_python_calls("[", ", ", "]", sign="func_name1("), *_LLAMA3.frames],
     start="start",
     known_names_only=True,
+)
+
+_GEMMA4 = _enclosed(
+    "<|tool_call>",
+    "<tool_call|>",
+    CallFrame(
+        before="<|tool_call>call:%s{",
+        pair=("%s:", ""),
+        between_pairs=",",
+        nested=NestedValues('<|"|>', ("{", "}"), ("[", "]")),
+        after="}<tool_call|>",
+    ),
+    GEMMA,
 )
 
 # Older models:  [TOOL_CALLS][{"name": "find", "arguments": {...}}, ...]
@@ -534,6 +572,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "llama4": _LLAMA4,
     "lfm2": _LFM2,
     "olmo3": _OLMO3,
+    "gemma4": _GEMMA4,
     "mistral": _MISTRAL,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v31": _DEEPSEEK_V3_1,
@@ -575,6 +614,7 @@ _HY3_THOUGHT = ReasoningTags(_with_suffix("<think>"), _with_suffix("</think>"))
 REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "think": ReasoningTags("<think>", "</think>"),
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningTags("<|channel>thought\n", "<channel|>"),
     "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
     "hunyuan": _HY3_THOUGHT,
     "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
@@ -590,6 +630,7 @@ _SIGNS_OF_TOOLS = (
     ("hunyuan", (_with_suffix("<tool_calls>"),)),
     ("hunyuan", ("<tool_calls>",)),
     ("nemotron", ("<TOOLCALL>",)),
+    ("gemma4", ("<|tool_call>", "<tool_call|>")),
     ("lfm2", ("<|tool_call_start|>",)),
     ("lfm2", ("<|tool_list_start|>",)),
     ("olmo3", ("<function_calls>",)),
@@ -611,6 +652,7 @@ _SIGNS_OF_TOOLS = (
 _SIGNS_OF_REASONING = (
     ("granite", "Here is my thought process:"),
     ("mistral", "[THINK]"),
+    ("gemma4", "<|channel>thought"),
     ("seed_oss", "<seed:think>"),
     ("think", "</think>"),
     ("think", "<think>"),

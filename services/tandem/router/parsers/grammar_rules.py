@@ -74,7 +74,7 @@ def terminals_of(tool_format: ToolFormat, reasoning: ReasoningTags | None) -> li
     """Returns the strings that separate content, reasoning and calls in an answer."""
     # If the tool format parses reasoning itself, the tags of reasoning are terminals of its states.
     tags = () if reasoning is None or reasoning is tool_format.thought else reasoning
-    return [*{t for state in tool_format.states.values() for t in state.terminals}, *tags]
+    return [*{mark for state in tool_format.states.values() for mark in state.marks}, *tags]
 
 
 def write_head(

@@ -19,7 +19,7 @@ Four rules apply to every format:
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -63,6 +63,11 @@ class State:
     otherwise: str = "content"
     # How calls are written in a state of the kind CALLS, besides JSON. None: only as JSON.
     notation: Notation | None = None
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """The strings in the state's text that have a meaning of their own."""
+        return (*self.terminals, *(self.notation.quotes if self.notation else ()))
 
 
 @dataclass(slots=True)
@@ -143,8 +148,8 @@ class AnswerParser:
 
     @property
     def terminals(self) -> set[str]:
-        """All strings that separate content, reasoning and calls in an answer."""
-        return {terminal for state in self._states.values() for terminal in state.terminals}
+        """All strings that separate content, reasoning and calls, or the parts of a call."""
+        return {mark for state in self._states.values() for mark in state.marks}
 
     @property
     def in_reasoning(self) -> bool:

@@ -235,7 +235,9 @@ class ModelFormat:
 
     def _ends_with(self, prompt_token_ids: Sequence[int], tag: str) -> bool:
         tail = prompt_token_ids[-_TAIL_TOKENS:]
-        return self._tokenizer.decode(tail, skip_special_tokens=False).rstrip().endswith(tag)
+        return (
+            self._tokenizer.decode(tail, skip_special_tokens=False).rstrip().endswith(tag.rstrip())
+        )
 
 
 def make_answer_parser(

@@ -118,6 +118,45 @@ def test_each_format_calls_by_its_schemas(name: str, folder: Path) -> None:
     raise AssertionError(f"{num_ended} of {SEEDS_MAX} answers ended, with {num_calls} calls")
 
 
+TREE = {
+    "type": "object",
+    "properties": {
+        "root": {"$ref": "#/$defs/Node"},
+        "kind": {"enum": ["a", 7, None]},
+        "labels": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["root", "kind", "labels", "sizes"],
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 3},
+                "child": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]},
+            },
+            "required": ["name"],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["gemma4"])
+def test_nested_values_follow_their_schemas(name: str, folder: Path) -> None:
+    setup = Setup(folder, name)
+    tools = [{"type": "function", "function": {"name": "grow", "parameters": TREE}}]
+    matcher = setup.matcher(tools, [1], one=True)
+    num_read = 0
+    for seed in range(SEEDS_MAX):
+        ids = drawn(setup.tokenizer, matcher.deep_copy(), seed, [])
+        if ids is not None:
+            _, [(_, arguments)] = setup.read(ids, [1], tools, one=True)
+            jsonschema.validate(arguments, TREE)
+            num_read += 1
+        if num_read == 2:
+            return
+    raise AssertionError(f"only {num_read} of {SEEDS_MAX} answers ended")
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_one_call_of_a_named_function(name: str, folder: Path) -> None:
     setup = Setup(folder, name)
@@ -169,6 +208,9 @@ def test_a_template_that_ends_the_reasoning_leaves_none(folder: Path) -> None:
         ("glm45", {"name": "f", "parameters": {"properties": {"a b": {}}}}, "a b"),
         ("glm45", {"name": "f", "parameters": {"properties": {"a": False}}}, "schema"),
         ("qwen3_coder", {"name": "f", "parameters": {"required": 1}}, "schema"),
+        ("gemma4", {"name": "f", "parameters": {"properties": {"a:b": {}}}}, "a:b"),
+        ("gemma4", {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/b"}}}}, "#/b"),
+        ("gemma4", {"name": "f", "parameters": {"properties": {"a": {"enum": 1}}}}, "enum"),
         (
             "qwen3_coder",
             {

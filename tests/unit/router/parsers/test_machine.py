@@ -146,6 +146,17 @@ def olmo3(*calls: tuple[str, Any]) -> str:
     return f"<function_calls>\n{lines}\n</function_calls>"
 
 
+def gemma4(*calls: tuple[str, Any]) -> str:
+    def pair(key: str, value: Any) -> str:
+        return f"{key}:" + (f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value))
+
+    return "".join(
+        f"<|tool_call>call:{name}{{{','.join(pair(k, v) for k, v in arguments.items())}}}"
+        "<tool_call|>"
+        for name, arguments in calls
+    )
+
+
 def mistral_list(*calls: tuple[str, Any]) -> str:
     return f"[TOOL_CALLS] [{', '.join(map(as_json, calls))}]"
 
@@ -284,6 +295,7 @@ WRITERS = {
     lfm2: ("lfm2", True),
     lfm2_json: ("lfm2", True),
     olmo3: ("olmo3", True),
+    gemma4: ("gemma4", True),
     mistral_list: ("mistral", True),
     mistral_names: ("mistral", True),
     mistral_ids: ("mistral", True),
@@ -415,6 +427,8 @@ MALFORMED = [
     ("lfm2", "<|tool_call_start|>[now<|tool_call_end|>"),
     ("lfm2", "<|tool_call_start|>[now(1)]<|tool_call_end|>"),
     ("olmo3", "<function_calls>\nIt is noon.\n</function_calls>"),
+    ("gemma4", "<|tool_call>call:now<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a}<tool_call|>"),
     ("mistral", "[TOOL_CALLS] no such thing"),
     ("mistral", "[TOOL_CALLS]now[ARGS]none"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
@@ -527,6 +541,7 @@ def test_kimi_keeps_the_ids_of_the_model() -> None:
         ("think", False, "<think>\nHm, 1 < 2.\n</think>\n\nYes."),
         ("think", True, "\nHm, 1 < 2.\n</think>\n\nYes."),
         ("seed_oss", False, "<seed:think>Hm, 1 < 2.</seed:think>\nYes."),
+        ("gemma4", False, "<|channel>thought\nHm, 1 < 2.<channel|>Yes."),
         ("hunyuan", True, "Hm, 1 < 2.</think:opensource>Yes."),
         ("mistral", False, "[THINK]Hm, 1 < 2.[/THINK]Yes."),
         ("granite", False, "Here is my thought process: Hm, 1 < 2. Here is my response: Yes."),

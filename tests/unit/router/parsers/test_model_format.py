@@ -40,6 +40,7 @@ TEMPLATES = {
     "llama4": "{{ tools }}<|header_start|>",
     "lfm2": "{{ tools }}<|tool_list_start|>",
     "olmo3": "{{ tools }}<function_calls>",
+    "gemma4": "{{ tools }}<|tool_call>call:x{}<tool_call|>",
     "harmony": "{{ tools }}<|start|>assistant<|channel|>x<|message|>",
     "json": "{{ tools }}",
 }
