@@ -30,11 +30,22 @@ ToolParser = Literal[
     "phi4_mini",
     "granite",
     "nemotron",
+    "cohere",
     "harmony",
     "json",
 ]
 ReasoningParser = Literal[
-    "auto", "none", "think", "mistral", "gemma4", "seed_oss", "hunyuan", "granite"
+    "auto",
+    "none",
+    "think",
+    "mistral",
+    "gemma4",
+    "seed_oss",
+    "hunyuan",
+    "hy3",
+    "ernie45",
+    "cohere",
+    "granite",
 ]
 
 

@@ -121,6 +121,13 @@ class ReasoningTags(NamedTuple):
 
     opens: str
     closes: str
+    # Strings before and after the content of an answer, such as ("<response>", "</response>").
+    around_content: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """All strings in the tags."""
+        return (self.opens, self.closes, *(tag for tags in self.around_content for tag in tags))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +249,9 @@ def _python_calls(opens: str, between: str, closes: str, sign: str = "") -> Call
     )
 
 
-def _enclosed(opens: str, closes: str, frame: CallFrame, notation: Notation) -> ToolFormat:
+def _enclosed(
+    opens: str, closes: str, frame: CallFrame, notation: Notation | None = None
+) -> ToolFormat:
     """Returns a format that writes calls between two strings, as JSON or in `notation`."""
     return ToolFormat(
         states={
@@ -479,13 +488,21 @@ _GRANITE = ToolFormat(
     frames=[_listed("<|tool_call|>[", "]", sign="<|tool_call|>"), _listed("<tool_call>[", "]")],
 )
 
-_NEMOTRON = ToolFormat(
-    states={
-        "content": State(Text.CONTENT, {"<TOOLCALL>": "calls"}),
-        "calls": State(Text.CALLS, {"</TOOLCALL>": "content"}),
-    },
-    frames=[_listed("<TOOLCALL>[", "]</TOOLCALL>")],
+# Command R7B, Command A:  <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "find",
+#                            "parameters": {...}}, ...]<|END_ACTION|>
+_COHERE = _enclosed(
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    CallFrame(
+        opens="<|START_ACTION|>[",
+        before='{"tool_call_id": "%d", "tool_name": "%s", "parameters": ',
+        after="}",
+        between=", ",
+        closes="]<|END_ACTION|>",
+    ),
 )
+
+_NEMOTRON = _enclosed("<TOOLCALL>", "</TOOLCALL>", _listed("<TOOLCALL>[", "]</TOOLCALL>"))
 
 # The format for models without a format of their own. The whole answer is a call as a JSON object,
 # or a list of such calls.
@@ -584,6 +601,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "phi4_mini": _PHI4_MINI,
     "granite": _GRANITE,
     "nemotron": _NEMOTRON,
+    "cohere": _COHERE,
     "harmony": _HARMONY,
     "json": _JSON,
 }
@@ -610,13 +628,20 @@ def read_json_too(tool_format: ToolFormat) -> ToolFormat:
     return replace(tool_format, states=states, start=start, known_names_only=True)
 
 
+_COHERE_CONTENT = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+)
 _HY3_THOUGHT = ReasoningTags(_with_suffix("<think>"), _with_suffix("</think>"))
 REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "think": ReasoningTags("<think>", "</think>"),
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     "gemma4": ReasoningTags("<|channel>thought\n", "<channel|>"),
     "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
-    "hunyuan": _HY3_THOUGHT,
+    "hunyuan": ReasoningTags("<think>", "</think>", (("<answer>", "</answer>"),)),
+    "hy3": _HY3_THOUGHT,
+    "ernie45": ReasoningTags("<think>", "</think>", (("<response>", "</response>"),)),
+    "cohere": ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>", _COHERE_CONTENT),
     "granite": ReasoningTags("Here is my thought process:", "Here is my response:"),
     "none": None,
 }
@@ -630,6 +655,7 @@ _SIGNS_OF_TOOLS = (
     ("hunyuan", (_with_suffix("<tool_calls>"),)),
     ("hunyuan", ("<tool_calls>",)),
     ("nemotron", ("<TOOLCALL>",)),
+    ("cohere", ("<|START_ACTION|>",)),
     ("gemma4", ("<|tool_call>", "<tool_call|>")),
     ("lfm2", ("<|tool_call_start|>",)),
     ("lfm2", ("<|tool_list_start|>",)),
@@ -650,12 +676,17 @@ _SIGNS_OF_TOOLS = (
     ("llama4", ("<|header_start|>",)),
 )
 _SIGNS_OF_REASONING = (
-    ("granite", "Here is my thought process:"),
-    ("mistral", "[THINK]"),
-    ("gemma4", "<|channel>thought"),
-    ("seed_oss", "<seed:think>"),
-    ("think", "</think>"),
-    ("think", "<think>"),
+    ("granite", ("Here is my thought process:",)),
+    ("mistral", ("[THINK]",)),
+    ("gemma4", ("<|channel>thought",)),
+    ("seed_oss", ("<seed:think>",)),
+    ("cohere", ("<|START_THINKING|>",)),
+    ("cohere", ("<|START_RESPONSE|>",)),
+    ("think", ("<minimax:tool_call>", "<think>")),  # Its template has <response>, too.
+    ("hunyuan", ("<answer>", "</think>")),
+    ("ernie45", ("<response>", "</think>")),
+    ("think", ("</think>",)),
+    ("think", ("<think>",)),
 )
 
 
@@ -673,5 +704,6 @@ def choose_reasoning(template: str, added_tokens: Collection[str]) -> str:
     """Returns the name of the reasoning tags that fit a model's chat template or added tokens;
     `none` if none do."""
     if _HY3_THOUGHT.opens in added_tokens:  # The template composes it of parts.
-        return "hunyuan"
-    return next((name for name, sign in _SIGNS_OF_REASONING if sign in template), "none")
+        return "hy3"
+    fits = (n for n, signs in _SIGNS_OF_REASONING if all(sign in template for sign in signs))
+    return next(fits, "none")

@@ -73,7 +73,7 @@ class GrammarRules:
 def terminals_of(tool_format: ToolFormat, reasoning: ReasoningTags | None) -> list[str]:
     """Returns the strings that separate content, reasoning and calls in an answer."""
     # If the tool format parses reasoning itself, the tags of reasoning are terminals of its states.
-    tags = () if reasoning is None or reasoning is tool_format.thought else reasoning
+    tags = () if reasoning is None or reasoning is tool_format.thought else reasoning.marks
     return [*{mark for state in tool_format.states.values() for mark in state.marks}, *tags]
 
 
@@ -81,6 +81,7 @@ def write_head(
     tool_format: ToolFormat,
     reasoning: ReasoningTags | None,
     *,
+    around_content: Sequence[tuple[str, str]],
     split_at_added: Callable[[str], Sequence[tuple[str, int | None]]],
     begins_in_reasoning: bool,
 ) -> str:
@@ -91,6 +92,8 @@ def write_head(
     """
     grammar = GrammarRules(terminals_of(tool_format, reasoning), split_at_added)
     head = [grammar.text(tool_format.opens_answer)]
+    if around_content:
+        head = [f"({' | '.join(grammar.text(opens) for opens, _ in around_content)})?"]
     if reasoning is not None:
         head.insert(0, grammar.thought(reasoning, is_open=begins_in_reasoning))
     if not any(head):

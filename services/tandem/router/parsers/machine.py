@@ -108,6 +108,8 @@ class Rules:
     # Terminals, such as <tool_call>, that may begin a call even within reasoning. If no call of a
     # known function follows, the terminal is part of the reasoning.
     call_marks: frozenset[str] = frozenset()
+    # Terminals around content, such as <response>. They are dropped.
+    content_marks: frozenset[str] = frozenset()
 
 
 class AnswerParser:
@@ -221,7 +223,10 @@ class AnswerParser:
             self._enter(name)
             self._pending = terminal + self._pending
             return
-        if kind in (Text.CONTENT, Text.REASONING):
+        if terminal in self._rules.content_marks:
+            self._raw = self._space = ""
+            self._strips_start = True
+        elif kind in (Text.CONTENT, Text.REASONING):
             self._has_mark_in_reasoning = (
                 kind is Text.REASONING and terminal in self._rules.call_marks
             )

@@ -214,6 +214,7 @@ class ModelFormat:
         head = write_head(
             self._format if self._reads_all else _PLAIN,
             self._thought(prompt_token_ids),
+            around_content=self._reasoning.around_content if self._reasoning else (),
             split_at_added=self._tokenizer.split_at_added,
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
         )
@@ -229,7 +230,7 @@ class ModelFormat:
     def _begins_in_reasoning(self, prompt_token_ids: Sequence[int], continued: str = "") -> bool:
         if self._reasoning is None:
             return False
-        opens, closes = self._reasoning
+        opens, closes, _ = self._reasoning
         is_open = continued.rfind(opens) > continued.rfind(closes)
         return is_open or self._ends_with(prompt_token_ids, opens)
 
@@ -259,16 +260,26 @@ def make_answer_parser(
     states = dict(tool_format.states)
     start = tool_format.start
     marks: Mapping[str, str] = {}
+    content_marks: Mapping[str, str] = {}
     if reasoning is not None:
         marks = states[start].terminals
-        states["reasoning"] = State(Text.REASONING, {**marks, reasoning.closes: start})
-        states["begin"] = State(Text.BETWEEN, {reasoning.opens: "reasoning"}, otherwise=start)
+        heads = dict.fromkeys((opens for opens, _ in reasoning.around_content), start)
+        tails = dict.fromkeys((closes for _, closes in reasoning.around_content), "begin")
+        content_marks = heads | tails
+        answer = "begin" if heads else start
+        begin = {reasoning.opens: "reasoning", **heads, **(marks if heads else {})}
         for name, state in tool_format.states.items():
             # A model may make a call within reasoning. Then the tag that closes reasoning, such as
             # </think>, follows the call.
             if state.text is Text.BETWEEN:
-                terminals = {**state.terminals, reasoning.closes: "content"}
+                terminals = {**state.terminals, **heads, reasoning.closes: "content"}
                 states[name] = replace(state, terminals=terminals)
+        content = states["content"]
+        states |= {
+            "content": replace(content, terminals={**content.terminals, **tails}),
+            "reasoning": State(Text.REASONING, {**marks, reasoning.closes: answer}),
+            "begin": State(Text.BETWEEN, begin, otherwise=start),
+        }
         start = "begin"
     if begins_in_content:
         start = "content"
@@ -283,5 +294,6 @@ def make_answer_parser(
         finish_reason=finish_reason,
         trims_lines=tool_format.trims_lines,
         call_marks=frozenset(marks),
+        content_marks=frozenset(content_marks),
     )
     return AnswerParser(states, start, rules)

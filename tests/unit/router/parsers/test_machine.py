@@ -247,6 +247,14 @@ def nemotron(*calls: tuple[str, Any]) -> str:
     return f"<TOOLCALL>{bare_list(*calls)}</TOOLCALL>"
 
 
+def cohere(*calls: tuple[str, Any]) -> str:
+    written = [
+        {"tool_call_id": str(index), "tool_name": name, "parameters": arguments}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return f"<|START_ACTION|>{json.dumps(written, indent=4)}<|END_ACTION|>"
+
+
 def kimi_k2(*calls: tuple[str, Any]) -> str:
     return (
         "<|tool_calls_section_begin|>"
@@ -309,6 +317,7 @@ WRITERS = {
     hy3: ("hunyuan", True),
     hy3_with_suffix: ("hunyuan", True),
     nemotron: ("nemotron", True),
+    cohere: ("cohere", True),
     kimi_k2: ("kimi_k2", True),
     phi4_mini: ("phi4_mini", True),
     functools: ("phi4_mini", True),
@@ -389,7 +398,7 @@ def test_all_text_arrives_somewhere(parser: str, data: st.DataObject) -> None:
     opened = reasoning != "none" and data.draw(st.booleans())
     good = [w(*calls) for w, (p, _) in WRITERS.items() if p == parser for calls in ([NOW], [PARIS])]
     begun = [text[: len(text) // 2] for text in good]
-    tags = [tag for tags in REASONING_TAGS.values() if tags for tag in tags]
+    tags = [tag for tags in REASONING_TAGS.values() if tags for tag in tags.marks]
     marks = st.sampled_from([*terminals(parser), *tags, *good, *begun, "\n", "{", "["])
     pieces = data.draw(st.lists(st.one_of(marks, st.none()), max_size=12))
     words = [f"w{i} v{i}" if piece is None else "" for i, piece in enumerate(pieces)]
@@ -542,7 +551,15 @@ def test_kimi_keeps_the_ids_of_the_model() -> None:
         ("think", True, "\nHm, 1 < 2.\n</think>\n\nYes."),
         ("seed_oss", False, "<seed:think>Hm, 1 < 2.</seed:think>\nYes."),
         ("gemma4", False, "<|channel>thought\nHm, 1 < 2.<channel|>Yes."),
-        ("hunyuan", True, "Hm, 1 < 2.</think:opensource>Yes."),
+        ("hunyuan", False, "<think>\nHm, 1 < 2.\n</think>\n<answer>\nYes.\n</answer>"),
+        ("ernie45", True, "Hm, 1 < 2.\n</think>\n\n<response>\nYes.\n</response>\n"),
+        (
+            "cohere",
+            False,
+            "<|START_THINKING|>Hm, 1 < 2.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+        ),
+        ("cohere", True, "Hm, 1 < 2.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>"),
+        ("hy3", True, "Hm, 1 < 2.</think:opensource>Yes."),
         ("mistral", False, "[THINK]Hm, 1 < 2.[/THINK]Yes."),
         ("granite", False, "Here is my thought process: Hm, 1 < 2. Here is my response: Yes."),
     ],
@@ -551,6 +568,19 @@ def test_reasoning_stands_apart(tags: str, opened: bool, text: str) -> None:
     said = whole(make("", tags, opened=opened), text)
     assert said == Said("Hm, 1 < 2.", "Yes.", [])
     assert cut(make("", tags, opened=opened), text, list(range(len(text)))) == said
+
+
+def test_tags_around_content_are_dropped_with_calls_and_without_reasoning() -> None:
+    text = "<|START_RESPONSE|> One moment. <|END_RESPONSE|>"
+    assert whole(make("", "cohere"), text) == Said("", "One moment.", [])
+    said = whole(make("cohere", "cohere"), text + cohere(PARIS, NOW))
+    assert (said.content, values(said)) == ("One moment.", [PARIS, NOW])
+    said = whole(make("cohere", "cohere"), cohere(PARIS) + text)
+    assert (said.content, values(said)) == ("One moment.", [PARIS])
+    said = whole(make("hermes", "ernie45", opened=True), "a</think>\n\n" + hermes(PARIS))
+    assert (said.reasoning, said.content, values(said)) == ("a", "", [PARIS])
+    said = whole(make("hermes", "ernie45"), "<response>\nSee <response> in a text.")
+    assert said == Said("", "See <response> in a text.", [])
 
 
 @pytest.mark.parametrize("name", [n for n, w in NAMES.items() if WRITERS[w][1]])

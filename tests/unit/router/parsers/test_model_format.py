@@ -41,6 +41,7 @@ TEMPLATES = {
     "lfm2": "{{ tools }}<|tool_list_start|>",
     "olmo3": "{{ tools }}<function_calls>",
     "gemma4": "{{ tools }}<|tool_call>call:x{}<tool_call|>",
+    "cohere": "{{ tools }}[{}]<|START_ACTION|>",
     "harmony": "{{ tools }}<|start|>assistant<|channel|>x<|message|>",
     "json": "{{ tools }}",
 }
