@@ -4,14 +4,14 @@ Properties that all layers share are in `ModelConfig`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.experts import Experts, read_experts
 from tandem.models.config.families import Family
 from tandem.models.config.fields import flag, layer_number, one_per_layer, optional_size
-from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
+from tandem.models.config.rope import NO_ROPE, Rope, read_query_scaling, read_ropes
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
@@ -45,12 +45,20 @@ def read_layers(
     have_rope = _have_rope(config, family, num_layers)
     slide = _have_window(config, family, have_rope)
     window = _window(config) if any(slide) else None
-    if family.has_rope_in_windows and window is not None:
+    if family.rope_in_windows == "only" and config.get("sliding_window") is None:
+        raise UnsupportedModel(
+            f"sliding_window is {config.get('sliding_window')!r:.80}; it must be a positive number "
+            "of tokens"
+        )
+    if family.rope_in_windows and window is not None:
         have_rope = slide
     _check_layer_types(config, slide if window else [False] * num_layers)
     if window is not None and window >= max_model_len:
         window = None
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    if family.query_scaling == "all":
+        scaling = read_query_scaling(config)
+        ropes = {kind: replace(rope, query_scaling=scaling) for kind, rope in ropes.items()}
     return tuple(
         LayerSpec(
             rope=ropes[_SLIDING if slides else _FULL] if has_rope else NO_ROPE,

@@ -24,6 +24,7 @@ from tandem.engine.executor.torch.decoder import (
     final_logits,
     gathered_heads,
     own_heads,
+    query_factors_of,
     rope_tables,
 )
 from tandem.engine.executor.torch.lora import NO_LORA, AddsLora, ProductName
@@ -103,6 +104,7 @@ class TritonDecoder:
             rope: rotary_angles(step.positions, *tables)
             for rope, tables in self._frequencies.items()
         }
+        factors = {rope: query_factors_of(rope, step.positions) for rope in self._frequencies}
         x = embedded(self._weights, step.token_ids)
         if x.shape[1] < self._config.hidden_size:
             x = self._ranks.gather(x, self._config.hidden_size)
@@ -124,6 +126,7 @@ class TritonDecoder:
                     place.group,
                     layer_kv,
                     angles[spec.rope],
+                    factors[spec.rope],
                     index,
                     lora,
                 ),

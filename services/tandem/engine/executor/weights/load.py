@@ -228,7 +228,9 @@ class _Builder:
             field: self.norm(f"{name}.{stored}.weight")
             for field, stored in NORMS[self._config.norms].items()
         }
-        if self._config.qk_norm:
+        if self._config.qk_norm == "rotated_plain" and spec.rope.theta is not None:
+            norms["q_norm"] = norms["k_norm"] = self._tensors.ones(self._config.head_dim)
+        elif self._config.qk_norm and self._config.qk_norm != "rotated_plain":
             norms["q_norm"] = self._head_norm(f"{attention}.q_norm.weight", spec.rope)
             norms["k_norm"] = self._head_norm(f"{attention}.k_norm.weight", spec.rope)
         latent = None
