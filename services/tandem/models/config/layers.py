@@ -119,9 +119,9 @@ def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None
         return
     if [_slides(kind) for kind in one_per_layer(kinds, "layer_types", len(slide))] != list(slide):
         raise UnsupportedModel(
-            f"layer_types is {kinds!r:.80}; it must agree with the architecture, sliding_window "
-            f"and use_sliding_window, which give {sum(slide)} of {len(slide)} layers a sliding "
-            "window"
+            f"layer_types is {kinds!r:.80}; it contradicts the rest of the config: the "
+            "architecture, sliding_window and use_sliding_window together give "
+            f"{sum(slide)} of {len(slide)} layers a sliding window"
         )
 
 

@@ -130,8 +130,8 @@ def read_ropes(
         sliding = local
     elif scaling or not given.keys() <= set(_KINDS):
         raise UnsupportedModel(
-            "with this architecture, rope_parameters may have only the keys full_attention and "
-            "sliding_attention, and no rope_scaling may stand beside it"
+            "for this architecture, rope_parameters may have only the keys full_attention and "
+            "sliding_attention, and rope_scaling must not be set as well"
         )
     else:
         full, sliding = (
