@@ -24,6 +24,7 @@ from tandem.engine.executor.torch.decoder import (
     final_logits,
     gathered_heads,
     own_heads,
+    query_factors_of,
     rope_tables,
 )
 from tandem.engine.executor.torch.lora import NO_LORA, AddsLora, ProductName
@@ -104,6 +105,7 @@ class TritonDecoder:
             rope: rotary_angles(step.positions, *tables)
             for rope, tables in self._frequencies.items()
         }
+        factors = {rope: query_factors_of(rope, step.positions) for rope in self._frequencies}
         x = embedded(self._weights, step.token_ids)
         if x.shape[1] < self._config.hidden_size:
             x = self._ranks.gather(x, self._config.hidden_size)
@@ -125,6 +127,7 @@ class TritonDecoder:
                     place.group,
                     layer_kv,
                     angles[spec.rope],
+                    factors[spec.rope],
                     index,
                     lora,
                 ),
@@ -202,6 +205,7 @@ class TritonDecoder:
             is_normalized=experts.is_normalized,
             groups=(groups.num, groups.top) if groups else None,
             scale=experts.scale,
+            has_sigmoids=experts.has_sigmoids,
             correction=weights.correction,
         )
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
