@@ -22,6 +22,8 @@ ToolParser = Literal[
     "mistral",
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
     "seed_oss",
     "minimax_m2",
     "glm45",

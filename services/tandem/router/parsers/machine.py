@@ -45,10 +45,12 @@ class Text(Enum):
     HEAD = "space before a message's head"
     LABEL = "a word in a message's head"
     KEY = "a parameter's name"
-    VALUE = "a parameter's value"
+    VALUE = "a parameter's value, whose type the schema tells"
+    TEXT_VALUE = "a parameter's value that is a string"
 
 
 _HEADS = (Text.HEAD, Text.LABEL)
+_VALUES = (Text.VALUE, Text.TEXT_VALUE)
 _OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN, *_HEADS)
 
 
@@ -178,7 +180,7 @@ class AnswerParser:
         self._run(final=True)
         if self._is_open and self._pairs is not None:
             key = self._word if self._state.text is Text.KEY else ""
-            is_cut = key or self._state.text is Text.VALUE
+            is_cut = key or self._state.text in _VALUES
             self._add_arguments(self._pairs.cut(key) if is_cut else self._pairs.end())
         elif self._is_open and self._call is not None:
             self._add_arguments(self._call.held)
@@ -253,8 +255,9 @@ class AnswerParser:
         if kind is Text.NAME and not self._end_name(next_kind):
             name = "content"
         if kind is Text.KEY and self._pairs is not None:
-            self._add_arguments(self._pairs.begin_value(self._word.strip()))
-        if kind is Text.VALUE and self._pairs is not None:
+            is_text = next_kind is Text.TEXT_VALUE
+            self._add_arguments(self._pairs.begin_value(self._word.strip(), is_text=is_text))
+        if kind in _VALUES and self._pairs is not None:
             self._add_arguments(self._pairs.end_value())
         self._enter(name)
 
@@ -289,7 +292,7 @@ class AnswerParser:
             self._add_arguments(text)
         elif kind is Text.KEY:
             self._word += text
-        elif kind is Text.VALUE and self._pairs is not None:
+        elif kind in _VALUES and self._pairs is not None:
             self._add_arguments(self._pairs.push(text))
         elif kind in (Text.NAME, Text.SKIPPED, Text.LABEL):
             return self._take_word(text)

@@ -44,8 +44,9 @@ class PairArguments:
         self._types: set[str] = set()
         self._held = ""
 
-    def begin_value(self, key: str) -> str:
-        self._types = types_of(self._properties.get(key))
+    def begin_value(self, key: str, *, is_text: bool = False) -> str:
+        """`is_text` is True if the model marks the value as a string."""
+        self._types = {"string"} if is_text else types_of(self._properties.get(key))
         self._is_at_start = True
         self._held = ""
         before = "{" if self._is_first else ", "

@@ -192,6 +192,28 @@ def deepseek_v31(*calls: tuple[str, Any]) -> str:
     )
 
 
+def deepseek_v32(*calls: tuple[str, Any]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        is_text = isinstance(value, str)
+        text = value if is_text else json.dumps(value)
+        head = f'<｜DSML｜parameter name="{key}" string="{str(is_text).lower()}">'
+        return f"{head}{text}</｜DSML｜parameter>\n"
+
+    return (
+        "<｜DSML｜function_calls>\n"
+        + "".join(
+            f'<｜DSML｜invoke name="{name}">\n'
+            f"{''.join(parameter(k, v) for k, v in arguments.items())}</｜DSML｜invoke>\n"
+            for name, arguments in calls
+        )
+        + "</｜DSML｜function_calls>"
+    )
+
+
+def deepseek_v4(*calls: tuple[str, Any]) -> str:
+    return deepseek_v32(*calls).replace("function_calls>", "tool_calls>")
+
+
 def glm45(*calls: tuple[str, Any]) -> str:
     def pair(key: str, value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value)
@@ -309,6 +331,8 @@ WRITERS = {
     mistral_ids: ("mistral", True),
     deepseek_v3: ("deepseek_v3", True),
     deepseek_v31: ("deepseek_v31", True),
+    deepseek_v32: ("deepseek_v32", True),
+    deepseek_v4: ("deepseek_v4", True),
     glm45: ("glm45", True),
     glm47: ("glm45", True),
     seed_oss: ("seed_oss", True),
@@ -441,6 +465,7 @@ MALFORMED = [
     ("mistral", "[TOOL_CALLS] no such thing"),
     ("mistral", "[TOOL_CALLS]now[ARGS]none"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+    ("deepseek_v32", "<｜DSML｜function_calls>\n</｜DSML｜function_calls>"),
     ("glm45", "<tool_call>what a call"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>"),
     ("seed_oss", "<seed:tool_call>now()</seed:tool_call>"),
@@ -504,6 +529,11 @@ def test_the_schema_tells_strings_from_other_values() -> None:
     said = values(whole(make("glm45"), text + "</tool_call>"))
     wanted = {"city": "5", "days": 2, "note": "7", "other": [1], "metric": True}
     assert said == [("get_weather", wanted)]
+
+
+def test_a_tag_tells_strings_where_the_schema_does_not() -> None:
+    call = ("get_weather", {"other": "5", "more": 5, "note": "null", "metric": True})
+    assert values(whole(make("deepseek_v4"), deepseek_v4(call))) == [call]
 
 
 def test_objects_that_are_written_as_in_python_become_json() -> None:

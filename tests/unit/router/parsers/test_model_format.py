@@ -33,6 +33,8 @@ TEMPLATES = {
     "kimi_k2": "{{ tools }}<|tool_call_begin|>x<|tool_call_argument_begin|>",
     "deepseek_v3": "{{ tools }}<｜tool▁sep｜>x\n```json",
     "deepseek_v31": "{{ tools }}<｜tool▁sep｜>x",
+    "deepseek_v32": "{{ tools }}<{{ '｜DSML｜' }}function_calls>",
+    "deepseek_v4": "{{ tools }}<｜DSML｜tool_calls>",
     "mistral": "{{ tools }}[TOOL_CALLS]",
     "granite": "{{ tools }}<|start_of_role|>",
     "phi4_mini": "{{ tools }}<|tool|>",
