@@ -294,6 +294,40 @@ _OLMO3 = _enclosed(
 )
 
 
+# MiniMax M3 has a string of its own before each tag, and writes objects and arrays as tags, such as
+# <tags><item>a</item><item>b</item></tags>.
+_NAMESPACE = "]<]minimax[>["
+_MINIMAX_M3 = ToolFormat(
+    states={
+        "content": State(Text.CONTENT, {f"{_NAMESPACE}<tool_call>": "call"}),
+        "call": State(Text.INSIDE, {f'{_NAMESPACE}<invoke name="': "name"}),
+        "name": State(Text.NAME, {'">': "body"}),
+        "body": State(Text.INSIDE, {f"{_NAMESPACE}<": "key", f"{_NAMESPACE}</invoke>": "between"}),
+        "key": State(Text.KEY, {">": "value"}),
+        "value": State(Text.VALUE, {f"{_NAMESPACE}<": "key", f"{_NAMESPACE}</": "value end"}),
+        "value end": State(Text.VALUE_END, {">": "value"}, otherwise="body"),
+        "between": State(
+            Text.BETWEEN,
+            {
+                f'{_NAMESPACE}<invoke name="': "name",
+                f"{_NAMESPACE}</tool_call>": "between",
+                f"{_NAMESPACE}<tool_call>": "call",
+            },
+        ),
+    },
+    frames=[
+        CallFrame(
+            opens=f"{_NAMESPACE}<tool_call>\n",
+            before=f'{_NAMESPACE}<invoke name="%s">',
+            pair=(f"{_NAMESPACE}<%s>", f"{_NAMESPACE}</%s>"),
+            nested=NestedValues(around_item=(f"{_NAMESPACE}<item>", f"{_NAMESPACE}</item>")),
+            after=f"{_NAMESPACE}</invoke>\n",
+            closes=f"{_NAMESPACE}</tool_call>",
+        )
+    ],
+)
+
+
 def _deepseek(wrapper: str) -> ToolFormat:
     """Returns the format of the models from DeepSeek V3.2 on."""
     return _tagged(
@@ -630,6 +664,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v4": _DEEPSEEK_V4,
     "seed_oss": _SEED_OSS,
     "minimax_m2": _MINIMAX_M2,
+    "minimax_m3": _MINIMAX_M3,
     "glm45": _GLM45,
     "hunyuan": _HUNYUAN,
     "kimi_k2": _KIMI_K2,
@@ -672,6 +707,7 @@ REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "think": ReasoningTags("<think>", "</think>"),
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     "gemma4": ReasoningTags("<|channel>thought\n", "<channel|>"),
+    "minimax_m3": ReasoningTags("<mm:think>", "</mm:think>"),
     "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
     "hunyuan": ReasoningTags("<think>", "</think>", (("<answer>", "</answer>"),)),
     "hy3": _HY3_THOUGHT,
@@ -687,6 +723,7 @@ _SIGNS_OF_TOOLS = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("deepseek_v32", ("｜DSML｜", "function_calls>")),
     ("deepseek_v4", ("｜DSML｜",)),
+    ("minimax_m3", (_NAMESPACE,)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
     ("hunyuan", (_with_suffix("<tool_calls>"),)),
@@ -716,6 +753,7 @@ _SIGNS_OF_REASONING = (
     ("granite", ("Here is my thought process:",)),
     ("mistral", ("[THINK]",)),
     ("gemma4", ("<|channel>thought",)),
+    ("minimax_m3", ("<mm:think>",)),
     ("seed_oss", ("<seed:think>",)),
     ("cohere", ("<|START_THINKING|>",)),
     ("cohere", ("<|START_RESPONSE|>",)),

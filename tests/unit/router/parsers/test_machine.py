@@ -250,6 +250,26 @@ def minimax_m2(*calls: tuple[str, Any]) -> str:
     )
 
 
+def minimax_m3(*calls: tuple[str, Any]) -> str:
+    mark = "]<]minimax[>["
+
+    def tagged(name: str, value: Any) -> str:
+        if isinstance(value, dict):
+            text = "".join(tagged(k, v) for k, v in value.items())
+        elif isinstance(value, list):
+            text = "".join(tagged("item", item) for item in value)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+        return f"{mark}<{name}>{text}{mark}</{name}>"
+
+    invokes = (
+        f'{mark}<invoke name="{name}">{"".join(tagged(k, v) for k, v in arguments.items())}'
+        f"{mark}</invoke>\n"
+        for name, arguments in calls
+    )
+    return f"{mark}<tool_call>\n{''.join(invokes)}{mark}</tool_call>"
+
+
 def hunyuan(*calls: tuple[str, Any]) -> str:
     return f"<tool_calls>{bare_list(*calls)}</tool_calls>"
 
@@ -337,6 +357,7 @@ WRITERS = {
     glm47: ("glm45", True),
     seed_oss: ("seed_oss", True),
     minimax_m2: ("minimax_m2", True),
+    minimax_m3: ("minimax_m3", True),
     hunyuan: ("hunyuan", True),
     hy3: ("hunyuan", True),
     hy3_with_suffix: ("hunyuan", True),
@@ -437,11 +458,45 @@ def test_all_text_arrives_somewhere(parser: str, data: st.DataObject) -> None:
         assert word not in text or any(word in part for part in arrived), (word, text, said)
 
 
-@pytest.mark.parametrize("parser", TOOL_FORMATS)
-def test_no_terminal_begins_another_of_its_state(parser: str) -> None:
-    for state in TOOL_FORMATS[parser].states.values():
-        for one in state.terminals:
-            assert not [t for t in state.terminals if t != one and t.startswith(one)]
+NESTED = {
+    "type": "object",
+    "properties": {
+        "ship": {"$ref": "#/$defs/Address"},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/Item"}},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "none": {"type": "array"},
+        "map": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "$defs": {
+        "Address": {"type": "object", "properties": {"zip": {"type": "string"}}},
+        "Item": {"anyOf": [{"type": "object", "properties": {"qty": {"type": "integer"}}}]},
+    },
+}
+ORDER = {
+    "ship": {"zip": "018956", "city": {"name": "Rome"}},
+    "items": [{"qty": 2}, {"qty": 3}],
+    "tags": ["5", "a < b"],
+    "none": [],
+    "map": {"item": "1"},
+    "other": [1, [True]],
+}
+
+
+def test_tags_inside_a_value_are_objects_and_arrays() -> None:
+    def machine() -> AnswerParser:
+        return make_answer_parser(TOOL_FORMATS["minimax_m3"], None, schemas={"order": NESTED})
+
+    text = minimax_m3(("order", ORDER), ("order", {}))
+    said = whole(machine(), text)
+    assert values(said) == [("order", ORDER), ("order", {})]
+    for place in range(len(text)):
+        assert cut(machine(), text, [place]) == said
+    spaced = text.replace("]<]minimax[>[<zip>", "\n]<]minimax[>[<zip>").replace(
+        "</zip>", "</zip>\n"
+    )
+    assert whole(machine(), spaced) == said
+    begun = text[: text.index("a < b") + 3]
+    assert "a <" in whole(machine(), begun).calls[0][1]
 
 
 MALFORMED = [
@@ -471,6 +526,7 @@ MALFORMED = [
     ("seed_oss", "<seed:tool_call>now()</seed:tool_call>"),
     ("minimax_m2", "<minimax:tool_call>now</minimax:tool_call>"),
     ("minimax_m2", '<minimax:tool_call>\n<invoke name="get the weather">'),
+    ("minimax_m3", "]<]minimax[>[<tool_call>now()]<]minimax[>[</tool_call>"),
     ("hunyuan", "<tool_calls>now</tool_calls>"),
     ("hunyuan", "<tool_calls>[1]</tool_calls>"),
     ("nemotron", "<TOOLCALL>now()</TOOLCALL>"),
@@ -589,6 +645,7 @@ def test_kimi_keeps_the_ids_of_the_model() -> None:
             "<|START_THINKING|>Hm, 1 < 2.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
         ),
         ("cohere", True, "Hm, 1 < 2.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>"),
+        ("minimax_m3", True, "Hm, 1 < 2.</mm:think>Yes."),
         ("hy3", True, "Hm, 1 < 2.</think:opensource>Yes."),
         ("mistral", False, "[THINK]Hm, 1 < 2.[/THINK]Yes."),
         ("granite", False, "Here is my thought process: Hm, 1 < 2. Here is my response: Yes."),

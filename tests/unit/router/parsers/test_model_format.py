@@ -28,6 +28,7 @@ TEMPLATES = {
     "glm45": "{{ tools }}<tool_call>x\n<arg_key>",
     "seed_oss": "{{ tools }}<seed:tool_call>\n<function=x>\n<parameter=y>",
     "minimax_m2": '{{ tools }}<minimax:tool_call><invoke name="x">',
+    "minimax_m3": "{{ tools }}{% set ns = ']<]minimax[>[' %}{{ ns }}<tool_call>",
     "hunyuan": "{{ tools }}<tool_calls>",
     "nemotron": "{{ tools }}<TOOLCALL>[",
     "kimi_k2": "{{ tools }}<|tool_call_begin|>x<|tool_call_argument_begin|>",
@@ -160,6 +161,29 @@ def test_a_model_that_does_not_think_ignores_the_wish(tmp_path: Path) -> None:
     assert [plain.template_options({}, None, wish) for wish in (True, False)] == [{}, {}]
     with pytest.raises(BadRequest, match="reasoning_effort 'low' is not supported"):
         plain.template_options({}, "low")
+
+
+@pytest.mark.parametrize(
+    ("template", "on", "off"),
+    [
+        ("{{ enable_thinking }}", {"enable_thinking": True}, {"enable_thinking": False}),
+        ("{{ thinking_mode }}", {"thinking_mode": "enabled"}, {"thinking_mode": "disabled"}),
+        ("{{ thinking_budget }}", {"thinking_budget": -1}, {"thinking_budget": 0}),
+        ("{{ reasoning }}", {"reasoning": True}, {"reasoning": False}),
+        (
+            "{{ reasoning_effort or 'no_think' }}",
+            {"reasoning_effort": "high"},
+            {"reasoning_effort": "no_think"},
+        ),
+    ],
+)
+def test_each_family_turns_its_reasoning_off(
+    template: str, on: dict[str, object], off: dict[str, object], tmp_path: Path
+) -> None:
+    answers = ModelFormat(load(tmp_path, f"<think></think>{template}"), AnswerConfig())
+    assert answers.template_options({}, None, True) == on
+    assert answers.template_options({}, None, False) == off
+    assert answers.template_options({}, "none") == off
 
 
 def test_harmony_is_read_without_tools_too(tmp_path: Path) -> None:
