@@ -540,14 +540,15 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """Implements `{% generation %}`: the body is rendered unchanged. Templates mark the assistant's
-    text with this tag for training."""
+    """Implements `{% generation %}`: the body is rendered unchanged, in a scope of its own.
+    Templates mark the assistant's text with this tag for training."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 class _Clock(threading.local):
