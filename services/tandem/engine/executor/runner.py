@@ -221,7 +221,8 @@ class ModelRunner:
             self._pool_fd = fd = create_shared() if pool_fd is None else pool_fd
             if fd is None:
                 raise ConfigError(
-                    "tensor-parallel: this system has no memfd, so ranks cannot share memory"
+                    f"tensor-parallel is {config.tensor_parallel}, but ranks cannot share memory, "
+                    "because this system has no memfd; set tensor-parallel to 1"
                 )
             self._members = Members(folder, config, fd, partial(self._end_with_rank, on_rank_end))
             pin_to_share(config, 0)
@@ -258,6 +259,9 @@ class ModelRunner:
                     max_num_seqs=config.max_num_seqs,
                     max_model_len=self.max_model_len,
                     step_tokens=config.max_tokens_per_step or self.tokens_per_step,
+                    num_adapters_max=config.max_loras,
+                    lora_rank_max=config.max_lora_rank,
+                    records_adapters=bool(config.lora),
                     ranks=self._ranks,
                 )
             elif kernels == "native":

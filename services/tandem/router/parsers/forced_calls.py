@@ -115,7 +115,10 @@ class _CallRules(GrammarRules):
         """
         for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
             if keyword in schema:
-                raise ValueError(f"the schema of its parameters has {keyword} at the top level")
+                raise ValueError(
+                    f"the schema of its parameters has {keyword} at the top level, which this "
+                    "model's format of tool calls does not allow; list the parameters in properties"
+                )
         required = schema.get("required", [])
         own = schema.get("properties", {})
         if not (isinstance(own, dict) and _are_strings(required)):
