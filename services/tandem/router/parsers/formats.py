@@ -132,6 +132,7 @@ class ReasoningTags(NamedTuple):
     closes: str
     # Strings before and after the content of an answer, such as ("<response>", "</response>").
     around_content: tuple[tuple[str, str], ...] = ()
+    prompt_adds: str = ""  # what a prompt may have after `opens`, inside the reasoning
 
     @property
     def marks(self) -> Sequence[str]:
@@ -708,7 +709,12 @@ REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     "gemma4": ReasoningTags("<|channel>thought\n", "<channel|>"),
     "minimax_m3": ReasoningTags("<mm:think>", "</mm:think>"),
-    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
+    "seed_oss": ReasoningTags(
+        # Its template opens the reasoning only if `thinking_budget` is 0.
+        "<seed:think>",
+        "</seed:think>",
+        prompt_adds="<seed:cot_budget_reflect>",
+    ),
     "hunyuan": ReasoningTags("<think>", "</think>", (("<answer>", "</answer>"),)),
     "hy3": _HY3_THOUGHT,
     "ernie45": ReasoningTags("<think>", "</think>", (("<response>", "</response>"),)),

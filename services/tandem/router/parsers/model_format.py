@@ -242,9 +242,11 @@ class ModelFormat:
     def _begins_in_reasoning(self, prompt_token_ids: Sequence[int], continued: str = "") -> bool:
         if self._reasoning is None:
             return False
-        opens, closes, _ = self._reasoning
-        is_open = continued.rfind(opens) > continued.rfind(closes)
-        return is_open or self._ends_with(prompt_token_ids, opens)
+        tags = self._reasoning
+        if continued.rfind(tags.opens) > continued.rfind(tags.closes):
+            return True
+        ends = {tags.opens, tags.opens + tags.prompt_adds}
+        return any(self._ends_with(prompt_token_ids, end) for end in ends)
 
     def _ends_with(self, prompt_token_ids: Sequence[int], tag: str) -> bool:
         tail = prompt_token_ids[-_TAIL_TOKENS:]

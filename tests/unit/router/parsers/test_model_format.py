@@ -203,6 +203,11 @@ def test_the_prompt_may_open_the_reasoning(tmp_path: Path) -> None:
         machine = answers.answer_parser((), tokenizer.encode(prompt), one_call_only=False)
         assert machine is not None
         assert machine.finish("a</think>b").reasoning == reasoning
+    seed = ModelFormat(tokenizer, AnswerConfig(reasoning_parser="seed_oss"))
+    for prompt in ("<seed:think>", "<seed:think><seed:cot_budget_reflect>"):
+        machine = seed.answer_parser((), tokenizer.encode(prompt), one_call_only=False)
+        assert machine is not None
+        assert machine.finish("a</seed:think>b").reasoning == "a"
     plain = ModelFormat(tokenizer, AnswerConfig(reasoning_parser="none"))
     assert plain.answer_parser((), [1], one_call_only=False) is None
 
