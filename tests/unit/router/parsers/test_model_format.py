@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +14,7 @@ import pytest
 
 from tandem.common.config.answers import AnswerConfig, ReasoningParser, ToolParser
 from tandem.errors import BadRequest
+from tandem.models.chat_template import ChatTemplate
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
@@ -50,11 +53,19 @@ TEMPLATES = {
 }
 
 
+@lru_cache(maxsize=1)
+def builtin_tokenizer() -> Tokenizer:
+    return Tokenizer(resolve("smollm2").path)
+
+
 def load(tmp_path: Path, template: str) -> Tokenizer:
+    """Writes a folder with the built-in model's tokenizer and another template."""
     for file in resolve("smollm2").path.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "chat_template.jinja").write_text(template)
-    return Tokenizer(tmp_path)
+    tokenizer = copy(builtin_tokenizer())
+    tokenizer.chat_template = ChatTemplate.from_folder(tmp_path, {})
+    return tokenizer
 
 
 def test_options_name_every_format() -> None:
@@ -213,8 +224,8 @@ def test_the_prompt_may_open_the_reasoning(tmp_path: Path) -> None:
 
 
 def test_special_tokens_reach_the_parser_that_needs_them(tmp_path: Path) -> None:
-    tokenizer = load(tmp_path, "{{ tools }}")
-    backend = tokenizer._tokenizer
+    load(tmp_path, "{{ tools }}")
+    backend = Tokenizer(tmp_path)._tokenizer
     backend.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[OTHER]"])
     backend.save(str(tmp_path / "own.json"))
     (tmp_path / "tokenizer.json").unlink()
