@@ -1,4 +1,4 @@
-"""The C++ kernels of layers with a state, for tests and measurements. A call computes one operation.
+"""The C++ kernels of layers with a state, for tests and measurements. A call computes one thing.
 A decoder calls the same kernels within a step (state.h). Tensors are fp32.
 """
 
