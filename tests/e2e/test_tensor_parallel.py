@@ -46,6 +46,11 @@ def expected(model: str) -> list[list[int]]:
     return alone(model)
 
 
+@pytest.fixture(scope="module")
+def torch_expected(model: str) -> list[list[int]]:
+    return alone(model, kernels="torch")
+
+
 def alone(model: str, **settings: Any) -> list[list[int]]:
     with LLM(model, device="cpu", numerics="invariant", num_threads=1, **settings) as llm:
         params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **p) for p in SAMPLED]
@@ -223,6 +228,41 @@ async def reset(cluster: LocalCluster, worker_id: str) -> dict[str, int]:
     assert reply.status_code == 200, reply.text
     dropped: dict[str, int] = reply.json()["dropped_blocks"]
     return dropped
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport"),
+    [
+        (2, 1, "nixl"),
+        (1, 2, "grpc"),
+        *(
+            pytest.param(*degrees, transport, marks=pytest.mark.slow)
+            for degrees in ((2, 1), (1, 2), (2, 4), (4, 2), (2, 2))
+            for transport in ("nixl", "grpc")
+        ),
+    ],
+)
+async def test_tokens_do_not_depend_on_the_degree_if_each_rank_has_a_pool(
+    prefill: int,
+    decode: int,
+    transport: str,
+    model: str,
+    torch_expected: list[list[int]],
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+) -> None:
+    """As on GPUs, where each rank has the KV of its own heads."""
+    degrees = {"prefill-0": prefill, "decode-0": decode}
+    options = ("--kernels", "torch", "--ranks-own-pools", "--transport", transport)
+    options += ("--verify-blocks", "all", "--local-prefill-max-tokens", "0")
+    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
+        async with open_client(cluster) as client:
+            assert await answers(client) == torch_expected
+            assert await answers(client) == torch_expected  # with warm caches
+        await asyncio.to_thread(cluster.wait_idle)
+        pulled = metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+        assert pulled >= sum(len(prompt) // 16 for prompt in PROMPTS)
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
 
 
 @pytest.mark.slow

@@ -148,8 +148,6 @@ class LaunchOptions(Options):
                 f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
                 "set --api-key-file or TANDEM_API_KEY, or give --allow-anonymous"
             )
-        if why := self.engine.why_no_transfers(self.engine.device):
-            raise ConfigError(why)
         # Building the autoscaler's settings raises ConfigError if they are invalid.
         assert self.autoscaler is not None
 

@@ -215,10 +215,6 @@ class TestGpus:
         options = parse(LaunchOptions, "tandem up", ["--device", "auto"])
         check_gpus(options, 1, Driver(535, ""), Cards())  # its workers use CPUs
 
-    def test_ranks_on_a_gpu(self) -> None:
-        with pytest.raises(ConfigError, match=r"each rank has a KV pool .* or use tandem\.LLM"):
-            parse(LaunchOptions, "tandem up", ["--device", "cuda", "--tensor-parallel", "2"])
-
 
 @pytest.mark.parametrize(
     ("words", "num_gpus", "share"),
