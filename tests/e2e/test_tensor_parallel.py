@@ -85,14 +85,16 @@ def workers(
 
 
 async def answers(
-    client: httpx.AsyncClient, begun: Callable[[], object] | None = None
+    client: httpx.AsyncClient,
+    begun: Callable[[], object] | None = None,
+    num_tokens: int = NUM_TOKENS,
 ) -> list[list[int]]:
     """The tokens of all prompts, asked at once. `begun` is called when all have a few tokens."""
     events = [asyncio.Event() for _ in range(len(PROMPTS) * len(SAMPLED))]
 
     async def one(prompt: list[int], sampled: dict[str, Any], has_begun: asyncio.Event) -> Any:
         found: list[dict[str, Any]] = []
-        more = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **sampled}
+        more = {"max_tokens": num_tokens, "ignore_eos": True, **sampled}
         async for event in stream_completion(client, prompt, **more):
             found.append(event)
             if len(tokens_of(found)) >= BEGUN:
@@ -231,12 +233,12 @@ async def reset(cluster: LocalCluster, worker_id: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "transport"),
+    ("prefill", "decode", "transport", "num_tokens"),
     [
-        (2, 1, "nixl"),
-        (1, 2, "grpc"),
+        (2, 1, "nixl", BEGUN),
+        (1, 2, "grpc", BEGUN),
         *(
-            pytest.param(*degrees, transport, marks=pytest.mark.slow)
+            pytest.param(*degrees, transport, NUM_TOKENS, marks=pytest.mark.slow)
             for degrees in ((2, 1), (1, 2), (2, 4), (4, 2), (2, 2))
             for transport in ("nixl", "grpc")
         ),
@@ -246,23 +248,29 @@ async def test_tokens_do_not_depend_on_the_degree_if_each_rank_has_a_pool(
     prefill: int,
     decode: int,
     transport: str,
+    num_tokens: int,
     model: str,
     torch_expected: list[list[int]],
     redis_server: EmbeddedRedis,
     tmp_path: Path,
 ) -> None:
-    """As on GPUs, where each rank has the KV of its own heads."""
+    """As on GPUs, where each rank has the KV of its own heads. The pool has no room for all answers
+    of NUM_TOKENS tokens, so some are preempted."""
     degrees = {"prefill-0": prefill, "decode-0": decode}
     options = ("--kernels", "torch", "--ranks-own-pools", "--transport", transport)
     options += ("--verify-blocks", "all", "--local-prefill-max-tokens", "0")
+    options += ("--num-blocks", str(SMALL_POOL))
+    expected = [tokens[:num_tokens] for tokens in torch_expected]
     with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
         async with open_client(cluster) as client:
-            assert await answers(client) == torch_expected
-            assert await answers(client) == torch_expected  # with warm caches
+            assert await answers(client, num_tokens=num_tokens) == expected
+            assert await answers(client, num_tokens=num_tokens) == expected  # with warm caches
         await asyncio.to_thread(cluster.wait_idle)
         pulled = metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
         assert pulled >= sum(len(prompt) // 16 for prompt in PROMPTS)
         assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+        preempted = metric(cluster, "decode-0", "tandem_preemptions_total")
+        assert (preempted > 0) == (num_tokens == NUM_TOKENS)
 
 
 @pytest.mark.slow
