@@ -73,6 +73,8 @@ def workers(
     """A cluster with these workers, such as decode-0, each of so many ranks."""
     cluster = LocalCluster(redis, folder, model)
     cluster.options = [*cluster.options, "--prefill-at", "remote", *options]
+    # No request is refused because a busy machine computes slowly.
+    cluster.router_options = [*cluster.router_options, "--ttft-limit", "0"]
     try:
         cluster.start_router()
         for worker_id, degree in degrees.items():
