@@ -25,6 +25,7 @@ from tests.tiny_models import make_random_speaker
 NUM_TOKENS = 200  # so many that streams still run when a rank ends
 BEGUN = 4  # tokens of each stream when a rank ends
 SMALL_POOL = 100  # blocks: enough for the prompts, but not for all their answers at once
+OWN_POOLS = ("--kernels", "torch", "--ranks-own-pools")
 RANK_MODULE = "tandem.engine.executor.rank_program"
 
 
@@ -259,8 +260,8 @@ async def test_tokens_do_not_depend_on_the_degree_if_each_rank_has_a_pool(
     """As on GPUs, where each rank has the KV of its own heads. The pool has no room for all answers
     of NUM_TOKENS tokens, so some are preempted."""
     degrees = {"prefill-0": prefill, "decode-0": decode}
-    options = ("--kernels", "torch", "--ranks-own-pools", "--transport", transport)
-    options += ("--verify-blocks", "all", "--local-prefill-max-tokens", "0")
+    options = (*OWN_POOLS, "--transport", transport, "--verify-blocks", "all")
+    options += ("--local-prefill-max-tokens", "0")
     options += ("--num-blocks", str(SMALL_POOL))
     expected = [tokens[:num_tokens] for tokens in torch_expected]
     with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
@@ -295,12 +296,27 @@ async def test_ranks_of_torch_kernels_exchange_blocks_with_one_rank(
         assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("killed", ()),
+        ("stopped", ()),
+        pytest.param("killed", OWN_POOLS, marks=pytest.mark.slow),
+        pytest.param("stopped", OWN_POOLS, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_rank_that_ends_ends_its_worker_and_no_stream(
-    how: str, model: str, expected: list[list[int]], redis_server: EmbeddedRedis, tmp_path: Path
+    how: str,
+    options: tuple[str, ...],
+    model: str,
+    request: pytest.FixtureRequest,
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
 ) -> None:
     degrees = {"prefill-0": 1, "decode-0": 2, "decode-1": 1}
-    with workers(redis_server, tmp_path, model, degrees, "--engine-hang-timeout", "4") as cluster:
+    expected = request.getfixturevalue("torch_expected" if options else "expected")
+    options += ("--engine-hang-timeout", "4")
+    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
         worker = cluster.workers["decode-0"]
         (pid,) = ranks_of(worker)
 

@@ -234,7 +234,8 @@ class ModelRunner:
             self._pool_fd = fd = create_shared() if pool_fd is None else pool_fd
             if fd is None:
                 raise ConfigError(
-                    "tensor-parallel: this system has no memfd, so ranks cannot share memory"
+                    f"tensor-parallel is {config.tensor_parallel}, but ranks cannot share memory, "
+                    "because this system has no memfd; set tensor-parallel to 1"
                 )
             end = partial(self._end_with_rank, on_rank_end)
             service = rank_service if self._has_own_pool else None
@@ -274,6 +275,9 @@ class ModelRunner:
                     max_num_seqs=config.max_num_seqs,
                     max_model_len=self.max_model_len,
                     step_tokens=config.max_tokens_per_step or self.tokens_per_step,
+                    num_adapters_max=config.max_loras,
+                    lora_rank_max=config.max_lora_rank,
+                    records_adapters=bool(config.lora),
                     ranks=self._ranks,
                 )
             elif kernels == "native":

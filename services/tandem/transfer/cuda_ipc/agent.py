@@ -190,7 +190,9 @@ def _copies(
         targets = target_ids[here] - target_first
         if len(targets):
             if targets.min() < 0 or targets.max() >= ours.num_blocks:
-                raise InternalError("a block cannot be read into a block of another KV group")
+                raise InternalError(
+                    "a read has a source block and a target block of different KV groups"
+                )
             yield BlockCopy(
                 source.address + theirs.offset,
                 target.address + ours.offset,

@@ -66,8 +66,8 @@ def _warn_of_other_cuda(module: str) -> None:
     """Logs once if this module of NIXL and PyTorch are built for different versions of CUDA."""
     if why := why_cuda_differs(module):
         log.warning(
-            "%s; install nixl-cu%s, because NIXL may be unable to read the GPU's memory, and "
-            "blocks are then sent over gRPC",
+            "%s, so NIXL may be unable to read the GPU's memory, and KV blocks are then sent over "
+            "gRPC; install nixl-cu%s",
             why,
             cuda_of_torch(),
         )
@@ -98,8 +98,9 @@ class NixlAgent:
         """
         if mode is None:
             raise Incompatible(
-                "NIXL can reach no other worker: the kernel or UCX_TLS forbids CMA, and this host "
-                "has no active RDMA port"
+                "NIXL can reach no other worker: neither CMA (reading the memory of other "
+                "processes) nor RDMA can be used here; the lines CMA and RDMA of `tandem doctor` "
+                "show why"
             )
         nixl = load_nixl()
         if memory == "VRAM":

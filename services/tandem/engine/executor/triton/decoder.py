@@ -24,6 +24,7 @@ from tandem.engine.executor.torch.decoder import (
     final_logits,
     gathered_heads,
     own_heads,
+    query_factors_of,
     rope_tables,
 )
 from tandem.engine.executor.torch.lora import NO_LORA, AddsLora, ProductName
@@ -91,9 +92,10 @@ class TritonDecoder:
         pools: Sequence[KvPool],
         on_kv_launched: Callable[[], object] = _nothing,
         lora: AddsLora = NO_LORA,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes a step. Writes the tokens' KV to `pools`, one pool for each KV group. Returns
-        fp32 logits [rows of step.logit_rows, vocab].
+        fp32 logits [rows of step.logit_rows, vocab]: in `out` if it is given.
 
         `on_kv_launched` is called when all kernels that write KV are launched; with several ranks,
         when this rank has also heard from all others after theirs.
@@ -103,6 +105,7 @@ class TritonDecoder:
             rope: rotary_angles(step.positions, *tables)
             for rope, tables in self._frequencies.items()
         }
+        factors = {rope: query_factors_of(rope, step.positions) for rope in self._frequencies}
         x = embedded(self._weights, step.token_ids)
         if x.shape[1] < self._config.hidden_size:
             x = self._ranks.gather(x, self._config.hidden_size)
@@ -124,6 +127,7 @@ class TritonDecoder:
                     place.group,
                     layer_kv,
                     angles[spec.rope],
+                    factors[spec.rope],
                     index,
                     lora,
                 ),
@@ -153,7 +157,8 @@ class TritonDecoder:
         self.final_hidden = final
         output = Linear(self._weights.output, None, self._weights.output_blocks)
         logits = self._ranks.gather(product(final, output), self._config.vocab_size)
-        return final_logits(self._config, logits.float())
+        logits = logits.float() if out is None else out.copy_(logits)
+        return final_logits(self._config, logits)
 
     def _with_stacked_experts(self, layer: LayerWeights) -> LayerWeights:
         """Stores the experts of the next layer in `self._experts`. Returns the layer without them,
@@ -200,6 +205,7 @@ class TritonDecoder:
             is_normalized=experts.is_normalized,
             groups=(groups.num, groups.top) if groups else None,
             scale=experts.scale,
+            has_sigmoids=experts.has_sigmoids,
             correction=weights.correction,
         )
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)

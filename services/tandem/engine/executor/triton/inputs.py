@@ -11,21 +11,26 @@ logits. A block table has M entries. Each of the G KV groups has its own slots a
     context_lens         [S]          number of tokens in each sequence's context
     query_starts         [C + 1]      first row of each chunk, and the end of the last chunk
     logit_rows           [L]          the token row from which each row of logits is computed
+    tile_rows            [16 * A]     the rows of each of the A tiles of LoRA adapters (LoraTiles)
+    tile_adapters        [A]          the adapter of each tile
     block_tables         [G, S, M]    the block ids of each sequence
 
-A decode step that replays a CUDA graph gets padding rows up to the number of rows of the graph. A
-padding row has an empty context, and no KV is stored for it.
+A step that replays a CUDA graph gets padding rows up to the number of rows of the graph. No KV is
+stored for padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem_kernels.triton.lora import TILE_ROWS, LoraTiles, grouped
+
+NO_ADAPTERS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class StepShape:
     num_logits: int  # L: number of rows of logits
     table_width: int  # M: number of entries of a block table
     num_groups: int = 1  # G: number of KV groups
+    num_tiles: int = 0  # A: number of tiles of LoRA adapters, in a step that replays a CUDA graph
 
     @property
     def num_chunks(self) -> int:
@@ -48,7 +54,9 @@ class StepShape:
         seqs = self.num_seqs
         groups = self.num_groups
         tables = groups * seqs * self.table_width
-        return (tokens, tokens, groups * tokens, seqs, self.num_chunks + 1, self.num_logits, tables)
+        tiles = self.num_tiles
+        sequences = (seqs, self.num_chunks + 1, self.num_logits)
+        return (tokens, tokens, groups * tokens, *sequences, TILE_ROWS * tiles, tiles, tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,57 +75,96 @@ class StepViews:
     # D rows. For example, chunks of 5 and 3 tokens give 0, 5, 8.
     query_starts: torch.Tensor
     logit_rows: torch.Tensor
+    tiles: LoraTiles
     block_tables: torch.Tensor  # [G, S, M]
 
     @classmethod
     def of(cls, array: torch.Tensor, shape: StepShape) -> StepViews:
-        tokens, positions, slots, lens, starts, logit_rows, tables = torch.split(
+        tokens, positions, slots, lens, starts, logit_rows, rows, adapters, tables = torch.split(
             array, list(shape.sizes)
         )
         slots = slots.view(shape.num_groups, -1)
         tables = tables.view(shape.num_groups, shape.num_seqs, shape.table_width)
-        return cls(array, shape, tokens, positions, slots, lens, starts, logit_rows, tables)
+        tiles = LoraTiles(rows, adapters)
+        return cls(array, shape, tokens, positions, slots, lens, starts, logit_rows, tiles, tables)
 
 
 def write_step(batch: StepBatch, block_size: int) -> StepViews:
     """Writes a batch to a new array on the host, and returns the views of its parts."""
-    slices = _in_order(batch)
-    shape = StepShape(
+    shape = shape_of(batch)
+    views = StepViews.of(torch.empty(sum(shape.sizes), dtype=torch.int32), shape)
+    fill(views, batch, block_size)
+    return views
+
+
+def shape_of(batch: StepBatch) -> StepShape:
+    """Returns the shape of a batch without padding."""
+    return StepShape(
         num_tokens=batch.num_tokens,
-        num_seqs=len(slices),
-        num_single=sum(piece.num_tokens == 1 for piece in slices),
-        num_logits=sum(piece.num_logits for piece in slices),
-        table_width=max(len(table) for piece in slices for table in piece.block_tables),
-        num_groups=len(slices[0].block_tables),
+        num_seqs=len(batch.slices),
+        num_single=sum(piece.num_tokens == 1 for piece in batch.slices),
+        num_logits=sum(piece.num_logits for piece in batch.slices),
+        table_width=max(len(table) for piece in batch.slices for table in piece.block_tables),
+        num_groups=len(batch.slices[0].block_tables),
     )
-    views = StepViews.of(torch.zeros(sum(shape.sizes), dtype=torch.int32), shape)
+
+
+def fill(
+    views: StepViews, batch: StepBatch, block_size: int, adapters: Mapping[str, int] = NO_ADAPTERS
+) -> None:
+    """Writes a batch to views on the host, which may have more rows than the batch: padding.
+
+    Padding among the D single tokens has an empty context. Padding after the rows of the chunks is
+    a chunk of its own, which sees block 0, so that no row is left without numbers; the shape must
+    have room for this chunk. No KV is stored for padding.
+
+    `adapters` maps the digests of LoRA adapters to their numbers, for a shape with tiles of
+    adapters. Surplus tiles have no rows.
+    """
+    shape = views.shape
+    for part in (views.array, views.block_tables):
+        part.zero_()
+    views.slots.fill_(-1)
+    views.tiles.rows.fill_(-1)
     token_ids = views.token_ids.numpy()
     positions = views.positions.numpy()
     slots = views.slots.numpy()
     tables = views.block_tables.numpy()
     starts = views.query_starts.numpy()
-    row = 0
+    context_lens = views.context_lens.numpy()
+    seq = row = 0
     last_rows = {}
-    for i, piece in enumerate(slices):
+    rows_of: dict[int, list[int]] = {}  # adapter -> its rows
+    for piece in _in_order(batch):
+        if piece.num_tokens > 1 and seq < shape.num_single:
+            seq = row = shape.num_single
         rows = slice(row, row + piece.num_tokens)
         token_ids[rows] = piece.token_ids
-        positions[rows] = np.arange(piece.context_len - piece.num_tokens, piece.context_len)
+        places = np.arange(piece.context_len - piece.num_tokens, piece.context_len)
+        positions[rows] = places
         for group, block_table in enumerate(piece.block_tables):
             table = np.array(block_table, np.int32)
-            tables[group, i, : len(table)] = table
-            slots[group, rows] = table[positions[rows] // block_size] * block_size
+            tables[group, seq, : len(table)] = table
+            slots[group, rows] = table[places // block_size] * block_size + places % block_size
+        context_lens[seq] = piece.context_len
         row = rows.stop
         last_rows[id(piece)] = row - 1
-        if i >= shape.num_single:
-            starts[i - shape.num_single + 1] = row - shape.num_single
-    slots += positions % block_size
-    views.context_lens.numpy()[:] = [piece.context_len for piece in slices]
-    views.logit_rows.numpy()[:] = [
+        if shape.num_tiles and piece.adapter:
+            rows_of.setdefault(adapters[piece.adapter], []).extend(range(rows.start, row))
+        seq += 1
+        if seq > shape.num_single:
+            starts[seq - shape.num_single] = row - shape.num_single
+    starts[seq - shape.num_single + 1 :] = shape.num_tokens - shape.num_single
+    if num_padding := shape.num_tokens - row:
+        context_lens[seq] = num_padding
+    logit_rows = [
         row
         for p in batch.slices
         for row in range(last_rows[id(p)] + 1 - p.num_logits, last_rows[id(p)] + 1)
     ]
-    return views
+    views.logit_rows.numpy()[: len(logit_rows)] = logit_rows
+    for part, numbers in zip(views.tiles, grouped(rows_of), strict=True):
+        part.numpy()[: len(numbers)] = numbers
 
 
 def adapted_rows(batch: StepBatch) -> dict[str, list[int]]:
