@@ -58,6 +58,7 @@ def _attention(family: Family) -> str:
         "all": "a window in all layers, or full",
         "switched": "full, or with `use_sliding_window` a window in all layers",
         "chosen": "full, or with `use_sliding_window` a window in some layers",
+        "chunked": "in chunks, but for layers without positions",
         "pattern": f"a window, but for the last of each {family.pattern} layers",
     }
     words = ["latent" if family.is_latent else parts[family.windows]]
@@ -114,6 +115,7 @@ def _mlp(family: Family) -> str:
         "from": "dense, then experts",
         "types": "experts in the layers of `mlp_layer_types`",
         "range": "experts in some layers",
+        "listed": "experts in some layers",
     }
     words = [layers[family.expert_layers] if family.experts else "dense"]
     if "n_shared_experts" in family.defaults:
@@ -123,6 +125,8 @@ def _mlp(family: Family) -> str:
     if family.is_corrected:
         scores = "sigmoids" if family.has_sigmoids else "softmaxes"
         words.append(f"chosen by {scores} with a correction")
+    if family.weighs_inputs:
+        words.append("weights multiply their inputs")
     if family.has_clamped_gates:
         words.append("clamped gates")
     if family.fused:

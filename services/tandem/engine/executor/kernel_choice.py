@@ -77,6 +77,10 @@ def why_not_triton_model(model: ModelConfig) -> str:
         return "only the native and torch kernels compute LayerNorms and parallel blocks"
     if model.norms_rotated_heads:
         return "only the native and torch kernels normalize queries and keys after RoPE"
+    if any(layer.is_chunked for layer in model.layers):
+        return "only the native and torch kernels compute attention in chunks"
+    if any(layer.experts and layer.experts.weighs_inputs for layer in model.layers):
+        return "only the native and torch kernels multiply the inputs of experts by their weights"
     return ""
 
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 Norms = Literal["before", "after", "around", "around_glm", "parallel"]
 QkNorm = Literal["", "head", "all", "rotated", "rotated_plain"]
-Windows = Literal["none", "all", "switched", "chosen", "pattern"]
-ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek"]
+Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
+ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4"]
 Fused = Literal["", "mlp", "all"]
-ExpertLayers = Literal["all", "steps", "from", "types", "range"]
+ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,16 @@ class Family:
             without RoPE, in other families the layers from number `max_window_layers` on;
         "pattern": the layers that `layer_types` names. Without `layer_types`, all but every n-th
             layer, where n is `sliding_window_pattern`. With 6, layers 0 to 4 have a window, and
-            layer 5 has none.
+            layer 5 has none;
+        "chunked": no sliding windows. The layers that `layer_types` names, or without it those with
+            RoPE, attend within chunks of `attention_chunk_size` tokens.
     pattern: the default of `sliding_window_pattern`.
     rope_theta: the default of `rope_theta`.
     has_rope_by_kind: layers with a window and layers without one have different RoPE parameters.
     has_no_rope_layers: some layers have no RoPE (`no_rope_layers`).
     rope_in_windows: whether only the layers with a window have RoPE:
         "": no;
-        "or_all": yes; if no layer has a window, all layers have RoPE;
+        "or_all": yes; if `sliding_window` is null, all layers have RoPE;
         "only": yes, and `sliding_window` must not be null.
     query_scaling: the layers in which a factor that grows with the position multiplies the queries:
         "": none;
@@ -92,9 +94,11 @@ class Family:
         "from": the layers from number `first_k_dense_replace` on;
         "types": those that `mlp_layer_types` calls "sparse"; without it, as "from";
         "range": every `moe_layer_interval`-th layer from `moe_layer_start_index` to
-            `moe_layer_end_index` (-1: the last layer).
+            `moe_layer_end_index` (-1: the last layer);
+        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer.
     has_sigmoids: the score of an expert is the sigmoid of its logit instead of a softmax.
     is_corrected: experts are chosen by their score plus a learned bias.
+    weighs_inputs: the weight of an expert multiplies its input instead of its output.
     is_latent: attention is latent (latent.py).
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
@@ -137,6 +141,7 @@ class Family:
     expert_layers: ExpertLayers = "all"
     has_sigmoids: bool = False
     is_corrected: bool = False
+    weighs_inputs: bool = False
     is_latent: bool = False
     has_extra_layers: bool = False
     has_sinks: bool = False
@@ -525,6 +530,8 @@ FAMILIES: Mapping[str, Family] = {
                 "rope_theta": 1000000.0,
                 "factor": 16.0,
                 "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.1,
             },
         },
@@ -591,6 +598,43 @@ FAMILIES: Mapping[str, Family] = {
             "n_shared_experts": 1,
             "num_experts_per_tok": 1,
             "rms_norm_eps": 1e-5,
+        },
+    ),
+    "Llama4ForCausalLM": Family(
+        qk_norm="rotated_plain",
+        qk_norm_key="use_qk_norm",
+        windows="chunked",
+        rope_theta=500000.0,
+        has_no_rope_layers=True,
+        has_rope_pairs=True,
+        query_scaling="no_rope",
+        experts="llama4",
+        expert_layers="listed",
+        has_sigmoids=True,
+        weighs_inputs=True,
+        key_names={
+            "intermediate_size": "intermediate_size_mlp",
+            "moe_intermediate_size": "intermediate_size",
+            "n_routed_experts": "num_local_experts",
+        },
+        tensor_names={
+            ".feed_forward.router.": ".mlp.gate.",
+            ".feed_forward.shared_expert.": ".mlp.shared_experts.",
+            ".feed_forward.": ".mlp.",
+        },
+        defaults={
+            "attention_chunk_size": 8192,
+            "attn_scale": 0.1,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "head_dim": 128,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 16384,
+            "n_routed_experts": 16,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "rms_norm_eps": 1e-5,
+            "use_qk_norm": True,
         },
     ),
 }

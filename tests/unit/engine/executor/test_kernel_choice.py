@@ -95,6 +95,7 @@ def test_int8_kv_of_latent_attention_is_computed_by_torch(path: Path) -> None:
     ("architecture", "reason"),
     [
         ("Cohere2ForCausalLM", "LayerNorms and parallel blocks"),
+        ("Llama4ForCausalLM", "normalize queries and keys after RoPE"),
         ("HunYuanDenseV1ForCausalLM", "normalize queries and keys after RoPE"),
     ],
 )

@@ -306,7 +306,7 @@ class NativeDecoder:
             qkv=self._packer.matrix(weights.qkv),
             attention_out=self._packer.matrix((weights.attention_out,)),
             rope=self._angles.ropes.index(spec.rope),
-            window=spec.window or 0,
+            window=-(spec.window or 0) if spec.is_chunked else spec.window or 0,
             group=place.group,
             place=place.number,
         )
@@ -331,6 +331,7 @@ class NativeDecoder:
             top_k=spec.top_k,
             is_normalized=spec.is_normalized,
             has_sigmoids=spec.has_sigmoids,
+            weighs_inputs=spec.weighs_inputs,
             num_groups=spec.groups.num if spec.groups else 0,
             top_groups=spec.groups.top if spec.groups else 0,
             scale=spec.scale,

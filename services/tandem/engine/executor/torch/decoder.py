@@ -88,9 +88,12 @@ class Decoder:
         """
         specs = self._config.layers
         attentions = {
-            (group, window): self._attention(inputs.spans[group], pools[group], window)
-            for group, window in dict.fromkeys(
-                (place.group, spec.window) for spec, place in zip(specs, self._places, strict=True)
+            (group, window, is_chunked): self._attention(
+                inputs.spans[group], pools[group], window, is_chunked
+            )
+            for group, window, is_chunked in dict.fromkeys(
+                (place.group, spec.window, spec.is_chunked)
+                for spec, place in zip(specs, self._places, strict=True)
             )
         }
         angles = {
@@ -122,7 +125,7 @@ class Decoder:
             tell_written = on_kv_written if index + 1 == self._config.num_layers else None
             if tell_written is not None and self._ranks is ALONE:
                 tell_written()
-            attend = attentions[place.group, spec.window]
+            attend = attentions[place.group, spec.window, spec.is_chunked]
             attended = attend(place.number, queries, layer.sinks)
             if layer.latent is not None:
                 latents = attended[..., : layer.latent.values.shape[-1]]
@@ -148,15 +151,18 @@ class Decoder:
             x = self._added(x, delta, layer.mlp_post_norm)
         return self._logits(x, inputs.logit_rows)
 
-    def _attention(self, spans: Sequence[QuerySpan], pool: KvPool, window: int | None) -> Attention:
+    def _attention(
+        self, spans: Sequence[QuerySpan], pool: KvPool, window: int | None, is_chunked: bool
+    ) -> Attention:
         return self._kernels.attention(
             spans,
             pool,
             self._config.num_attention_heads,
             self._dtype,
-            window,
+            None if is_chunked else window,
             self._config.attention_scale,
             self._config.attention_cap,
+            window if is_chunked else None,
         )
 
     def _heads(
@@ -264,9 +270,14 @@ class Decoder:
             rows, places = torch.where(chosen == expert)
             if not len(rows):
                 continue
-            padded = torch.nn.functional.pad(rows, (0, -len(rows) % self._kernels.row_multiple))
-            part = self._mlp(index, mlp, x[padded], NO_LORA)[: len(rows)]
-            out.index_add_(0, rows, part.float() * shares[rows, places].unsqueeze(1))
+            num_padding = -len(rows) % self._kernels.row_multiple
+            padded = torch.nn.functional.pad(rows, (0, num_padding))
+            own = shares[rows, places].unsqueeze(1)
+            inputs = x[padded]
+            if experts.weighs_inputs:
+                inputs[: len(rows)] *= own.to(x.dtype)
+            part = self._mlp(index, mlp, inputs, NO_LORA)[: len(rows)].float()
+            out.index_add_(0, rows, part if experts.weighs_inputs else part * own)
         return out.to(x.dtype)
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
