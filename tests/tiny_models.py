@@ -24,6 +24,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -475,6 +477,39 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             **_NO_PAD,
         },
     ),
+    "gemma4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "sliding_window": 40,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "final_logit_softcapping": 3.0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 203,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "global_head_dim": 32,
+            **_NO_PAD,
+        },
+    ),
+    "gemma4-keys": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {
+            "head_dim": 16,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 32,
+            **_NO_PAD,
+        },
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 
@@ -498,8 +533,8 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn_like(buffer) * 0.2)
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                buffer.copy_(torch.randn_like(buffer) * 0.2 + name.endswith("layer_scalar"))
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text(character_tokenizer().to_str())
     return read_folder(path), model

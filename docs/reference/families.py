@@ -62,6 +62,10 @@ def _attention(family: Family) -> str:
         "pattern": f"a window, but for the last of each {family.pattern} layers",
     }
     words = ["latent" if family.is_latent else parts[family.windows]]
+    if family.has_gemma4_layers:
+        words.append(
+            "other heads in layers without a window; KV of earlier layers in the last ones"
+        )
     if family.has_sinks:
         words.append("sinks")
     if family.has_caps and "attn_logit_softcapping" not in family.refuses:
@@ -105,6 +109,7 @@ def _norms(family: Family) -> str:
         "rotated_plain": "; of each head of q and k after RoPE, without weights",
     }
     latents = "; of latents" if family.is_latent else ""
+    latents += "; of values, without weights" if family.has_gemma4_layers else ""
     return where + weights + of_heads[family.qk_norm] + latents
 
 
@@ -147,6 +152,8 @@ def _factors(family: Family) -> str:
     scaled = {"all": "all layers", "no_rope": "layers without positions"}
     if family.query_scaling:
         factors[""] = [f"of queries, by position, in {scaled[family.query_scaling]}"]
+    if family.has_gemma4_layers:
+        factors["gemma"] = ["of embeddings and layers", "embeddings for each layer"]
     words = [*factors[family.multipliers], *(["capped logits"] if family.has_caps else [])]
     return "; ".join(words)
 

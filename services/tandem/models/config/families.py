@@ -99,6 +99,10 @@ class Family:
     has_sigmoids: the score of an expert is the sigmoid of its logit instead of a softmax.
     is_corrected: experts are chosen by their score plus a learned bias.
     weighs_inputs: the weight of an expert multiplies its input instead of its output.
+    has_rotary_dim: `rotary_dim` is the number of rotated elements of a head, if nothing else says.
+    has_gemma4_layers: the layers are Gemma 4's: those without a window have heads of their own
+        (`global_head_dim`), the last ones read the KV of earlier layers (`num_kv_shared_layers`),
+        values are normalized, and each layer has a scalar and may have embeddings of its own.
     is_latent: attention is latent (latent.py).
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
@@ -142,6 +146,8 @@ class Family:
     has_sigmoids: bool = False
     is_corrected: bool = False
     weighs_inputs: bool = False
+    has_rotary_dim: bool = False
+    has_gemma4_layers: bool = False
     is_latent: bool = False
     has_extra_layers: bool = False
     has_sinks: bool = False
@@ -417,6 +423,7 @@ FAMILIES: Mapping[str, Family] = {
         biases="none",
         rope_theta=5000000.0,
         has_partial_rope=True,
+        has_rotary_dim=True,
         experts="mixtral",
         has_sigmoids=True,
         is_corrected=True,
@@ -461,7 +468,7 @@ FAMILIES: Mapping[str, Family] = {
             ".mlp.moe_statics.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"
         },
         refuses=("use_bias",),
-        demands=_NORMALIZED,
+        demands=_NORMALIZED | {"moe_norm_min": (1e-12,), "routed_scaling_factor": (1.0,)},
         defaults=_NORMALIZED_DEFAULTS
         | {
             "moe_intermediate_size": 1536,
@@ -635,6 +642,41 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 1,
             "rms_norm_eps": 1e-5,
             "use_qk_norm": True,
+        },
+    ),
+    "Gemma4ForCausalLM": Family(
+        norms="around",
+        qk_norm="head",
+        windows="pattern",
+        pattern=6,
+        has_rope_by_kind=True,
+        scalings=(*Family().scalings, "proportional"),
+        is_length_scaled=True,
+        activation_key="hidden_activation",
+        multipliers="gemma",
+        has_caps=True,
+        has_gemma4_layers=True,
+        refuses=("attn_logit_softcapping", "enable_moe_block"),
+        demands={
+            "query_pre_attn_scalar": (1,),
+            "use_bidirectional_attention": (None, "vision"),
+        },
+        defaults={
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 256,
+            "query_pre_attn_scalar": 1,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1000000.0,
+                },
+            },
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
         },
     ),
 }

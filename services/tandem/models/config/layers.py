@@ -31,6 +31,14 @@ _DEFAULT_NO_ROPE_INTERVAL = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Heads:
+    """The KV heads of a layer."""
+
+    num_kv: int
+    dim: int  # number of elements of a head, also of the query heads
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The properties of one layer that may differ from other layers."""
 
@@ -42,6 +50,13 @@ class LayerSpec:
     # token at position p attends to the tokens from position p - p % window on.
     is_chunked: bool = False
     experts: Experts | None = None  # experts of the layer; None: the layer has a dense MLP
+    heads: Heads | None = None  # None: the layer has the model's heads
+    # Number of the earlier layer whose keys and values this layer reads. None: the layer has its
+    # own.
+    kv_source: int | None = None
+    inner: int | None = None  # intermediate size of the MLP; None: the model's
+    # True: values are computed by the matrix of the keys.
+    values_are_keys: bool = False
 
 
 def read_layers(

@@ -55,6 +55,7 @@ from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config.experts import Experts as ExpertSpec
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
+from tandem.models.limits import why_only_torch
 from tandem_kernels.kv_cache import KvPool, StaticKv
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.logprobs import Logprobs
@@ -98,6 +99,8 @@ _ANGLES_MIN = 2048  # number of positions in a new `_AngleTable`
 
 def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
+    if why := why_only_torch(config):
+        return why
     if config.head_dim > _HEAD_MAX and config.latent is None:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:
