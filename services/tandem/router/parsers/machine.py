@@ -19,12 +19,13 @@ Four rules apply to every format:
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from tandem.router.parsers.json_text import SPACE, CallText, JsonText, in_json
+from tandem.router.parsers.literal_text import LiteralCall, Notation
 from tandem.router.parsers.pair_arguments import PairArguments
 
 _WORD = re.compile(r"\s*[^\s<>{}\[\]\"]{0,256}\s*")
@@ -40,7 +41,7 @@ class Text(Enum):
     NAME = "a function's name"
     SKIPPED = "a word of a call that tells nothing"
     ARGUMENTS = "a JSON object"
-    CALLS = "calls as JSON objects, or a list of them"
+    CALLS = "calls as JSON objects or in the state's notation, or a list of them"
     HEAD = "space before a message's head"
     LABEL = "a word in a message's head"
     KEY = "a parameter's name"
@@ -60,6 +61,13 @@ class State:
     # Name of the next state if text follows that this state cannot contain: for example, text that
     # is not white space in a state of the kind BETWEEN.
     otherwise: str = "content"
+    # How calls are written in a state of the kind CALLS, besides JSON. None: only as JSON.
+    notation: Notation | None = None
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """The strings in the state's text that have a meaning of their own."""
+        return (*self.terminals, *(self.notation.quotes if self.notation else ()))
 
 
 @dataclass(slots=True)
@@ -100,6 +108,8 @@ class Rules:
     # Terminals, such as <tool_call>, that may begin a call even within reasoning. If no call of a
     # known function follows, the terminal is part of the reasoning.
     call_marks: frozenset[str] = frozenset()
+    # Terminals around content, such as <response>. They are dropped.
+    content_marks: frozenset[str] = frozenset()
 
 
 class AnswerParser:
@@ -126,7 +136,7 @@ class AnswerParser:
         self._after_call = False
         self._in_list = False
         self._arguments: JsonText | None = None
-        self._call: CallText | None = None
+        self._call: CallText | LiteralCall | None = None
         # True: the arguments are invalid JSON. They are returned unchanged up to the next terminal.
         self._is_raw = False
         self._pairs: PairArguments | None = None
@@ -140,8 +150,8 @@ class AnswerParser:
 
     @property
     def terminals(self) -> set[str]:
-        """All strings that separate content, reasoning and calls in an answer."""
-        return {terminal for state in self._states.values() for terminal in state.terminals}
+        """All strings that separate content, reasoning and calls, or the parts of a call."""
+        return {mark for state in self._states.values() for mark in state.marks}
 
     @property
     def in_reasoning(self) -> bool:
@@ -170,6 +180,8 @@ class AnswerParser:
             key = self._word if self._state.text is Text.KEY else ""
             is_cut = key or self._state.text is Text.VALUE
             self._add_arguments(self._pairs.cut(key) if is_cut else self._pairs.end())
+        elif self._is_open and self._call is not None:
+            self._add_arguments(self._call.held)
         elif not self._is_open and not self.is_done:
             (self._add_reasoning if self._has_mark_in_reasoning else self._add_content)(self._raw)
         self._put(self._space)
@@ -211,7 +223,10 @@ class AnswerParser:
             self._enter(name)
             self._pending = terminal + self._pending
             return
-        if kind in (Text.CONTENT, Text.REASONING):
+        if terminal in self._rules.content_marks:
+            self._raw = self._space = ""
+            self._strips_start = True
+        elif kind in (Text.CONTENT, Text.REASONING):
             self._has_mark_in_reasoning = (
                 kind is Text.REASONING and terminal in self._rules.call_marks
             )
@@ -309,10 +324,12 @@ class AnswerParser:
         kind = self._state.text
         if kind is Text.CALLS and self._take_mark(rest[0]):
             return rest[1:]
-        if kind is Text.CALLS and rest[0] == "{":
+        notation = self._state.notation
+        begins_literal = notation is not None and notation.begins_with(rest[0])
+        if kind is Text.CALLS and (rest[0] == "{" or begins_literal):
             self._raw = "" if self._after_call else self._raw
             self._after_call = False
-            self._call = CallText()
+            self._call = LiteralCall(notation) if notation and begins_literal else CallText()
         elif kind is Text.ARGUMENTS and rest[0] == "{" and self._open_call(self._name):
             self._arguments = JsonText()
         elif kind in (Text.BETWEEN, Text.HEAD) or (kind is Text.CALLS and not self._after_call):
@@ -337,12 +354,13 @@ class AnswerParser:
 
     # The methods below read tool calls. A terminal within the JSON of a call is ordinary text.
 
-    def _read_call(self, call: CallText) -> None:
+    def _read_call(self, call: CallText | LiteralCall) -> None:
         for index, char in enumerate(self._pending):
             if not self._take_call_character(call, char):
                 self._pending = self._pending[index:]
                 self._call = None
                 if self._is_open and call.is_streaming:
+                    self._add_arguments(call.held)
                     self._is_raw = True
                 else:
                     self._enter("content")
@@ -353,7 +371,7 @@ class AnswerParser:
                 return
         self._pending = ""
 
-    def _take_call_character(self, call: CallText, char: str) -> bool:
+    def _take_call_character(self, call: CallText | LiteralCall, char: str) -> bool:
         """Takes a character of a JSON call. Returns False if the text cannot be a call."""
         arguments = call.push(char)
         if call.is_broken:

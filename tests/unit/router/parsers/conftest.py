@@ -34,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         backend = Tokenizer(folder)._tokenizer
         states = [s for f in TOOL_FORMATS.values() for s in f.states.values()]
         marks = {t for s in states for t in s.terminals if t[0] in "<[" and t[-1] in ">]"}
-        marks |= {tag for tags in REASONING_TAGS.values() if tags for tag in tags}
+        marks |= {tag for tags in REASONING_TAGS.values() if tags for tag in tags.marks}
         backend.add_tokens(sorted(m for m in marks if m.startswith("<t")))
         backend.add_special_tokens(sorted(m for m in marks if not m.startswith("<t")))
         backend.save(str(folder / "tokenizer.json"))

@@ -114,6 +114,49 @@ def python_tag(*calls: tuple[str, Any]) -> str:
     return "<|python_tag|>" + llama3(*calls)
 
 
+def python_calls(*calls: tuple[str, Any]) -> list[str]:
+    def argument(key: str, value: Any) -> str:
+        return f"{key}={value!r}"
+
+    return [f"{name}({', '.join(argument(k, v) for k, v in a.items())})" for name, a in calls]
+
+
+def llama4(*calls: tuple[str, Any]) -> str:
+    return f"[{', '.join(python_calls(*calls))}]"
+
+
+def python_start(*calls: tuple[str, Any]) -> str:
+    return f"<|python_start|>{llama4(*calls)}<|python_end|>"
+
+
+def python_start_json(*calls: tuple[str, Any]) -> str:
+    return f"<|python_start|>{llama3(*calls)}<|python_end|>"
+
+
+def lfm2(*calls: tuple[str, Any]) -> str:
+    return f"<|tool_call_start|>{llama4(*calls)}<|tool_call_end|>"
+
+
+def lfm2_json(*calls: tuple[str, Any]) -> str:
+    return f"<|tool_call_start|>{bare_list(*calls)}<|tool_call_end|>"
+
+
+def olmo3(*calls: tuple[str, Any]) -> str:
+    lines = "\n".join(python_calls(*calls))
+    return f"<function_calls>\n{lines}\n</function_calls>"
+
+
+def gemma4(*calls: tuple[str, Any]) -> str:
+    def pair(key: str, value: Any) -> str:
+        return f"{key}:" + (f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value))
+
+    return "".join(
+        f"<|tool_call>call:{name}{{{','.join(pair(k, v) for k, v in arguments.items())}}}"
+        "<tool_call|>"
+        for name, arguments in calls
+    )
+
+
 def mistral_list(*calls: tuple[str, Any]) -> str:
     return f"[TOOL_CALLS] [{', '.join(map(as_json, calls))}]"
 
@@ -160,6 +203,58 @@ def glm45(*calls: tuple[str, Any]) -> str:
     )
 
 
+def glm47(*calls: tuple[str, Any]) -> str:
+    return glm45(*calls).replace("\n<", "<").replace("\n<", "<")
+
+
+def seed_oss(*calls: tuple[str, Any]) -> str:
+    text = qwen3_coder(*calls).replace(">\n", ">").replace("\n</", "</")
+    return text.replace("tool_call>", "seed:tool_call>")
+
+
+def minimax_m2(*calls: tuple[str, Any]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f'<parameter name="{key}">{text}</parameter>\n'
+
+    return (
+        "<minimax:tool_call>\n"
+        + "".join(
+            f'<invoke name="{name}">\n{"".join(parameter(k, v) for k, v in arguments.items())}'
+            "</invoke>\n"
+            for name, arguments in calls
+        )
+        + "</minimax:tool_call>"
+    )
+
+
+def hunyuan(*calls: tuple[str, Any]) -> str:
+    return f"<tool_calls>{bare_list(*calls)}</tool_calls>"
+
+
+def hy3(*calls: tuple[str, Any]) -> str:
+    written = glm45(*calls)
+    for name, _ in calls:
+        written = written.replace(f"<tool_call>{name}\n", f"<tool_call>{name}<tool_sep>\n")
+    return f"<tool_calls>\n{written}\n</tool_calls>"
+
+
+def hy3_with_suffix(*calls: tuple[str, Any]) -> str:
+    return re.sub(r"(tool_calls?|tool_sep|arg_key|arg_value)>", r"\1:opensource>", hy3(*calls))
+
+
+def nemotron(*calls: tuple[str, Any]) -> str:
+    return f"<TOOLCALL>{bare_list(*calls)}</TOOLCALL>"
+
+
+def cohere(*calls: tuple[str, Any]) -> str:
+    written = [
+        {"tool_call_id": str(index), "tool_name": name, "parameters": arguments}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return f"<|START_ACTION|>{json.dumps(written, indent=4)}<|END_ACTION|>"
+
+
 def kimi_k2(*calls: tuple[str, Any]) -> str:
     return (
         "<|tool_calls_section_begin|>"
@@ -202,12 +297,27 @@ WRITERS = {
     qwen3_coder: ("qwen3_coder", True),
     llama3: ("llama3", False),
     python_tag: ("llama3", True),
+    llama4: ("llama4", False),
+    python_start: ("llama4", True),
+    python_start_json: ("llama4", True),
+    lfm2: ("lfm2", True),
+    lfm2_json: ("lfm2", True),
+    olmo3: ("olmo3", True),
+    gemma4: ("gemma4", True),
     mistral_list: ("mistral", True),
     mistral_names: ("mistral", True),
     mistral_ids: ("mistral", True),
     deepseek_v3: ("deepseek_v3", True),
     deepseek_v31: ("deepseek_v31", True),
     glm45: ("glm45", True),
+    glm47: ("glm45", True),
+    seed_oss: ("seed_oss", True),
+    minimax_m2: ("minimax_m2", True),
+    hunyuan: ("hunyuan", True),
+    hy3: ("hunyuan", True),
+    hy3_with_suffix: ("hunyuan", True),
+    nemotron: ("nemotron", True),
+    cohere: ("cohere", True),
     kimi_k2: ("kimi_k2", True),
     phi4_mini: ("phi4_mini", True),
     functools: ("phi4_mini", True),
@@ -216,7 +326,7 @@ WRITERS = {
     bare_list: ("json", False),
 }
 NAMES = {writer.__name__: writer for writer in WRITERS}
-TAGS_INSIDE = {qwen3_coder, glm45}
+TAGS_INSIDE = {qwen3_coder, glm45, glm47, hy3, hy3_with_suffix, seed_oss, minimax_m2}
 
 
 def test_every_format_has_a_golden_text() -> None:
@@ -288,7 +398,7 @@ def test_all_text_arrives_somewhere(parser: str, data: st.DataObject) -> None:
     opened = reasoning != "none" and data.draw(st.booleans())
     good = [w(*calls) for w, (p, _) in WRITERS.items() if p == parser for calls in ([NOW], [PARIS])]
     begun = [text[: len(text) // 2] for text in good]
-    tags = [tag for tags in REASONING_TAGS.values() if tags for tag in tags]
+    tags = [tag for tags in REASONING_TAGS.values() if tags for tag in tags.marks]
     marks = st.sampled_from([*terminals(parser), *tags, *good, *begun, "\n", "{", "["])
     pieces = data.draw(st.lists(st.one_of(marks, st.none()), max_size=12))
     words = [f"w{i} v{i}" if piece is None else "" for i, piece in enumerate(pieces)]
@@ -320,11 +430,25 @@ MALFORMED = [
     ("qwen3_coder", "<function=get the weather>"),
     ("llama3", '{"name": "somebody", "parameters": {}}'),
     ("llama3", '<|python_tag|>brave_search.call(query="x")'),
+    ("llama4", "now (in Paris) it rains"),
+    ("llama4", "[1, 2]"),
+    ("llama4", '[other(a="b")]'),
+    ("lfm2", "<|tool_call_start|>[now<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[now(1)]<|tool_call_end|>"),
+    ("olmo3", "<function_calls>\nIt is noon.\n</function_calls>"),
+    ("gemma4", "<|tool_call>call:now<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a}<tool_call|>"),
     ("mistral", "[TOOL_CALLS] no such thing"),
     ("mistral", "[TOOL_CALLS]now[ARGS]none"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
     ("glm45", "<tool_call>what a call"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>"),
+    ("seed_oss", "<seed:tool_call>now()</seed:tool_call>"),
+    ("minimax_m2", "<minimax:tool_call>now</minimax:tool_call>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="get the weather">'),
+    ("hunyuan", "<tool_calls>now</tool_calls>"),
+    ("hunyuan", "<tool_calls>[1]</tool_calls>"),
+    ("nemotron", "<TOOLCALL>now()</TOOLCALL>"),
     ("phi4_mini", "functools is a module"),
     ("granite", "<|tool_call|>[]"),
     ("json", '{"answer": 42}'),
@@ -425,6 +549,17 @@ def test_kimi_keeps_the_ids_of_the_model() -> None:
     [
         ("think", False, "<think>\nHm, 1 < 2.\n</think>\n\nYes."),
         ("think", True, "\nHm, 1 < 2.\n</think>\n\nYes."),
+        ("seed_oss", False, "<seed:think>Hm, 1 < 2.</seed:think>\nYes."),
+        ("gemma4", False, "<|channel>thought\nHm, 1 < 2.<channel|>Yes."),
+        ("hunyuan", False, "<think>\nHm, 1 < 2.\n</think>\n<answer>\nYes.\n</answer>"),
+        ("ernie45", True, "Hm, 1 < 2.\n</think>\n\n<response>\nYes.\n</response>\n"),
+        (
+            "cohere",
+            False,
+            "<|START_THINKING|>Hm, 1 < 2.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+        ),
+        ("cohere", True, "Hm, 1 < 2.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>"),
+        ("hy3", True, "Hm, 1 < 2.</think:opensource>Yes."),
         ("mistral", False, "[THINK]Hm, 1 < 2.[/THINK]Yes."),
         ("granite", False, "Here is my thought process: Hm, 1 < 2. Here is my response: Yes."),
     ],
@@ -433,6 +568,19 @@ def test_reasoning_stands_apart(tags: str, opened: bool, text: str) -> None:
     said = whole(make("", tags, opened=opened), text)
     assert said == Said("Hm, 1 < 2.", "Yes.", [])
     assert cut(make("", tags, opened=opened), text, list(range(len(text)))) == said
+
+
+def test_tags_around_content_are_dropped_with_calls_and_without_reasoning() -> None:
+    text = "<|START_RESPONSE|> One moment. <|END_RESPONSE|>"
+    assert whole(make("", "cohere"), text) == Said("", "One moment.", [])
+    said = whole(make("cohere", "cohere"), text + cohere(PARIS, NOW))
+    assert (said.content, values(said)) == ("One moment.", [PARIS, NOW])
+    said = whole(make("cohere", "cohere"), cohere(PARIS) + text)
+    assert (said.content, values(said)) == ("One moment.", [PARIS])
+    said = whole(make("hermes", "ernie45", opened=True), "a</think>\n\n" + hermes(PARIS))
+    assert (said.reasoning, said.content, values(said)) == ("a", "", [PARIS])
+    said = whole(make("hermes", "ernie45"), "<response>\nSee <response> in a text.")
+    assert said == Said("", "See <response> in a text.", [])
 
 
 @pytest.mark.parametrize("name", [n for n, w in NAMES.items() if WRITERS[w][1]])
