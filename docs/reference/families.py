@@ -66,6 +66,8 @@ def _attention(family: Family) -> str:
         words.append(
             "other heads in layers without a window; KV of earlier layers in the last ones"
         )
+    if family.has_mimo_layers:
+        words.append("the first has none; twice as many KV heads in layers with a window")
     if family.has_sinks:
         words.append("sinks")
     if family.has_caps and "attn_logit_softcapping" not in family.refuses:

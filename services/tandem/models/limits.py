@@ -53,6 +53,8 @@ def why_only_torch(model: ModelConfig) -> str:
             return "only the torch kernels share the KV of a layer with later layers"
         if layer.heads is not None:
             return "only the torch kernels compute layers with heads of different sizes"
+    if model.value_dim is not None:
+        return "only the torch kernels compute values of another size than keys"
     if model.per_layer_inputs is not None:
         return "only the torch kernels compute embeddings for each layer"
     return ""

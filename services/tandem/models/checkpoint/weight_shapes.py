@@ -119,7 +119,9 @@ def _attention_shapes(
         return norms | _latent_shapes(config, config.latent, layer, stored)
     q_size = config.num_attention_heads * head_dim
     kv_size = heads.num_kv * head_dim
-    linears = {"self_attn.o_proj": (hidden, q_size, config.attention_out_bias)}
+    value_dim = config.value_dim or head_dim
+    num_values = config.num_attention_heads * value_dim
+    linears = {"self_attn.o_proj": (hidden, num_values, config.attention_out_bias)}
     if config.has_fused_qkv:
         linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
     else:
@@ -127,9 +129,9 @@ def _attention_shapes(
     if spec.kv_source is None and not config.has_fused_qkv:
         linears["self_attn.k_proj"] = (kv_size, hidden, config.qkv_bias)
         if not spec.values_are_keys:
-            linears["self_attn.v_proj"] = (kv_size, hidden, config.qkv_bias)
+            linears["self_attn.v_proj"] = (heads.num_kv * value_dim, hidden, config.qkv_bias)
     shapes = norms
-    if config.has_sinks:
+    if config.has_sinks and not spec.lacks_sinks:
         shapes["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm and config.qk_norm != "rotated_plain":
         has_all = config.qk_norm == "all"

@@ -6,7 +6,14 @@ from typing import Any
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.families import Family
-from tandem.models.config.fields import flag, layer_number, number, one_per_layer, same_size, size
+from tandem.models.config.fields import (
+    flag,
+    layer_number,
+    one_per_layer,
+    optional_number,
+    same_size,
+    size,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ def read_experts(
     is_deepseek = family.experts == "deepseek"
     has_own_size = family.experts in ("qwen", "deepseek", "llama4")
     inner = size(config, "moe_intermediate_size" if has_own_size else "intermediate_size")
-    has_shared = family.experts in ("deepseek", "llama4") and "n_shared_experts" in config
+    has_shared = "n_shared_experts" in family.defaults
     experts = Experts(
         num=num,
         top_k=top_k,
@@ -69,7 +76,7 @@ def read_experts(
         is_corrected=family.is_corrected,
         weighs_inputs=family.weighs_inputs,
         groups=_groups(config, family, num, top_k) if is_deepseek else None,
-        scale=number(config, "routed_scaling_factor", 1.0) if is_deepseek else 1.0,
+        scale=optional_number(config, "routed_scaling_factor", 1.0) if is_deepseek else 1.0,
         shared_inner=inner * size(config, "n_shared_experts") if has_shared else 0,
     )
     return [experts if is_sparse else None for is_sparse in _are_sparse(config, family, num_layers)]

@@ -99,6 +99,9 @@ class Family:
     has_sigmoids: the score of an expert is the sigmoid of its logit instead of a softmax.
     is_corrected: experts are chosen by their score plus a learned bias.
     weighs_inputs: the weight of an expert multiplies its input instead of its output.
+    has_mimo_layers: the layers are MiMo V2's: those with a window have twice as many KV heads, and
+        only these have attention sinks; values have a size of their own (`v_head_dim`) and are
+        multiplied by `attention_value_scale`; the first layer never has a window.
     has_rotary_dim: `rotary_dim` is the number of rotated elements of a head, if nothing else says.
     has_gemma4_layers: the layers are Gemma 4's: those without a window have heads of their own
         (`global_head_dim`), the last ones read the KV of earlier layers (`num_kv_shared_layers`),
@@ -146,6 +149,7 @@ class Family:
     has_sigmoids: bool = False
     is_corrected: bool = False
     weighs_inputs: bool = False
+    has_mimo_layers: bool = False
     has_rotary_dim: bool = False
     has_gemma4_layers: bool = False
     is_latent: bool = False
@@ -678,5 +682,39 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window": 512,
             "tie_word_embeddings": True,
         },
+    ),
+    "MiMoV2FlashForCausalLM": Family(
+        biases="config_qkv",
+        windows="pattern",
+        pattern=6,
+        has_rope_by_kind=True,
+        has_partial_rope=True,
+        has_sinks=True,
+        has_mimo_layers=True,
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        demands={"partial_rotary_factor": (0.334,)},
+        defaults={
+            "attention_value_scale": 0.707,
+            "first_k_dense_replace": 1,
+            "head_dim": 192,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 256,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "partial_rotary_factor": 0.334,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "sliding_window": 129,
+            "topk_group": 1,
+            "v_head_dim": 128,
+        },
+        tensor_names={".attention_sink_bias": ".sinks"},
     ),
 }

@@ -55,6 +55,7 @@ class LayerSpec:
     # own.
     kv_source: int | None = None
     inner: int | None = None  # intermediate size of the MLP; None: the model's
+    lacks_sinks: bool = False  # True: the layer has no attention sinks, although others have.
     # True: values are computed by the matrix of the keys.
     values_are_keys: bool = False
 
@@ -79,7 +80,11 @@ def read_layers(
             raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
         have_rope = slide if have_window else have_rope
     _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
-    if window is not None and window >= max_model_len:
+    # Layers whose heads differ from those of layers without a window need a KV group of their own.
+    has_own_heads = family.has_gemma4_layers or family.has_mimo_layers
+    if has_own_heads and any(slide) and window is None:
+        raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
+    if window is not None and window >= max_model_len and not has_own_heads:
         window = None
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
     if family.query_scaling == "all":
@@ -96,6 +101,8 @@ def read_layers(
             rope=ropes[_SLIDING if slides else _FULL] if has_rope else no_rope,
             window=window if slides else None,
             is_chunked=is_chunked and slides and window is not None,
+            heads=_mimo_heads(config) if family.has_mimo_layers and slides else None,
+            lacks_sinks=family.has_mimo_layers and not slides,
             experts=experts,
         )
         for slides, has_rope, experts in zip(
@@ -139,13 +146,19 @@ def _have_window(config: Mapping[str, Any], family: Family, have_rope: list[bool
         return [has_rope and has_chunks for has_rope in have_rope]
     if family.windows == "pattern":
         pattern = optional_size(config, "sliding_window_pattern", family.pattern)
-        return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+        slide = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+        return [False, *slide[1:]] if family.has_mimo_layers else slide
     if family.has_no_rope_layers:
         return [not has_rope for has_rope in have_rope]
     num_full = layer_number(
         {"max_window_layers": _DEFAULT_WINDOW_LAYERS, **config}, "max_window_layers"
     )
     return [layer >= num_full for layer in range(num_layers)]
+
+
+def _mimo_heads(config: Mapping[str, Any]) -> Heads:
+    """Returns the KV heads of MiMo's layers with a window."""
+    return Heads(2 * size(config, "num_key_value_heads"), size(config, "head_dim"))
 
 
 def _local_kind(family: Family) -> str:

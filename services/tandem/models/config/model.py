@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
-from tandem.models.config.fields import flag, number, optional_size, size
+from tandem.models.config.fields import flag, number, optional_number, optional_size, size
 from tandem.models.config.gemma4 import (
     PerLayerInputs,
     read_per_layer_inputs,
@@ -99,6 +99,8 @@ class ModelConfig:
     # Part of a tensor's name in checkpoints -> the part that stands there in this package.
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
+    value_dim: int | None = None  # number of elements of a head's value; None: as of its key
+    value_scale: float = 1.0  # factor on values
     has_value_norms: bool = False  # True: values are normalized, without weights.
     has_layer_scalars: bool = False  # True: the output of each layer is multiplied by a number.
     per_layer_inputs: PerLayerInputs | None = None  # None: tokens have no embeddings for layers
@@ -195,6 +197,10 @@ class ModelConfig:
         num_kv_heads, head_dim = (
             (1, latent.kv_dim) if latent else _kv_heads(config, num_heads, hidden_size)
         )
+        if family.has_mimo_layers and size(config, "v_head_dim") > head_dim:
+            raise UnsupportedModel(
+                f"v_head_dim is {config['v_head_dim']}; it must be at most head_dim, {head_dim}"
+            )
         has_bias = family.biases.startswith("config") and flag(config, "attention_bias")
         out_key = "attention_out_bias" if family.biases == "config_apart" else "attention_bias"
         max_model_len = _max_model_len(config, family)
@@ -246,6 +252,12 @@ class ModelConfig:
             has_rope_pairs=family.has_rope_pairs,
             tensor_names=family.tensor_names,
             latent=latent,
+            value_dim=size(config, "v_head_dim") if family.has_mimo_layers else None,
+            value_scale=(
+                optional_number(config, "attention_value_scale", 1.0)
+                if family.has_mimo_layers
+                else 1.0
+            ),
             has_value_norms=family.has_gemma4_layers,
             has_layer_scalars=family.has_gemma4_layers,
             per_layer_inputs=read_per_layer_inputs(config) if family.has_gemma4_layers else None,
@@ -319,6 +331,8 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.has_rotary_dim and config.get("rotary_dim") is not None:
         share = size(config, "rotary_dim") / size(filled, "head_dim")
         filled.setdefault("partial_rotary_factor", share)
+    if family.has_mimo_layers and config.get("sliding_window_size") is not None:
+        filled["sliding_window"] = size(config, "sliding_window_size") + 1
     if config.get("rope_parameters") is None:  # Older files call the field `rope_scaling`.
         scaled = bool(config.get("rope_scaling"))
         filled["rope_parameters"] = None if scaled else family.defaults.get("rope_parameters")

@@ -34,7 +34,7 @@ from tandem.engine.executor.weights.decoder_weights import (
 from tandem.engine.executor.weights.expand import embedded, pieces
 from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
-from tandem.models.config.layers import LayerSpec
+from tandem.models.config.layers import Heads, LayerSpec
 from tandem.models.config.model import GateClamp, ModelConfig
 from tandem.models.config.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
@@ -133,7 +133,7 @@ class Decoder:
             if tell_written is not None and self._ranks is ALONE:
                 tell_written()
             attend = attentions[place.group, spec.window, spec.is_chunked]
-            attended = attend(place.number, queries, layer.sinks)
+            attended = attend(place.number, queries, layer.sinks)[..., : self._config.value_dim]
             if layer.latent is not None:
                 latents = attended[..., : layer.latent.values.shape[-1]]
                 attended = self._kernels.linear_of_heads(latents, layer.latent.values)
@@ -217,6 +217,7 @@ class Decoder:
         own = self._config.heads_of(spec)
         num_kv_heads = own.num_kv
         norms_rotated = self._config.norms_rotated_heads
+        projected = self._with_padded_values(projected, own)
         heads = projected.view(projected.shape[0], -1, own.dim)
         if spec.kv_source is not None:
             queries = self._kernels.rotate(self._norm(heads, layer.q_norm), angles)
@@ -237,6 +238,18 @@ class Decoder:
         if self._config.has_value_norms:
             values = self._norm(values, values.new_ones(own.dim))
         return rotated[:, :num_heads], rotated[tokens, num_heads:], values
+
+    def _with_padded_values(self, projected: torch.Tensor, heads: Heads) -> torch.Tensor:
+        """Returns q, k and v side by side, in which values have the size of keys. Smaller values
+        are padded with zeros, and multiplied by the model's factor."""
+        if self._config.value_dim is None:
+            return projected
+        num_values = heads.num_kv * self._config.value_dim
+        others = projected[:, :-num_values]
+        values = projected[:, -num_values:].view(len(projected), heads.num_kv, -1)
+        padding = (0, heads.dim - self._config.value_dim)
+        padded = torch.nn.functional.pad(values * self._config.value_scale, padding)
+        return torch.cat((others, padded.flatten(1)), 1)
 
     def _latent_heads(
         self,

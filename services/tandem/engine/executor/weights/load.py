@@ -252,17 +252,21 @@ class _Builder:
             qkv = tuple(self._of_latent(f"{attention}.{part}", rows) for part, rows in parts)
             latent = self._latent(attention, self._config.latent)
         elif self._config.has_fused_qkv:
-            qkv = self._rotary_first((tensors.linear(f"{attention}.qkv_proj"),), spec.rope)
+            qkv = self._rotary_first((tensors.linear(f"{attention}.qkv_proj"),), spec)
         else:
             parts_of_layer = "qkk" if spec.values_are_keys else "qkv"
             if spec.kv_source is not None:
                 parts_of_layer = "q"
             own = tensors.joined(*(f"{attention}.{part}_proj" for part in parts_of_layer))
-            qkv = self._rotary_first(own, spec.rope)
+            qkv = self._rotary_first(own, spec)
         return LayerWeights(
             qkv=qkv,
             attention_out=tensors.linear(f"{attention}.o_proj"),
-            sinks=tensors.tensor(f"{attention}.sinks") if self._config.has_sinks else None,
+            sinks=(
+                tensors.tensor(f"{attention}.sinks")
+                if self._config.has_sinks and not spec.lacks_sinks
+                else None
+            ),
             mlp=self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp"),
             latent=latent,
             scalar=tensors.tensor(f"{name}.layer_scalar")
@@ -330,10 +334,10 @@ class _Builder:
         shared = self._mlp(f"{layer}.mlp.shared_experts") if experts.shared_inner else None
         return load_experts(self._tensors, self._names, layer, experts, shared)
 
-    def _rotary_first(self, parts: tuple[Linear, ...], rope: Rope) -> tuple[Linear, ...]:
+    def _rotary_first(self, parts: tuple[Linear, ...], spec: LayerSpec) -> tuple[Linear, ...]:
         """Returns the matrices with the rows of q, k and v in the order that the kernels expect.
         `parts` are these three matrices, or one matrix with the rows of all three."""
-        orders = rotary_rows(self._config, rope)
+        orders = rotary_rows(self._config, spec)
         if not orders:
             return parts
         if len(parts) == 1:
