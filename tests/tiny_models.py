@@ -37,6 +37,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -145,6 +147,25 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "attention_bias": True,
             "use_sliding_window": True,
             "sliding_window": 40,
+        },
+    ),
+    "qwen3-next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"]
+            + ["linear_attention"],
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 20,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "shared_expert_intermediate_size": 52,
+            "mlp_only_layers": [1],
         },
     ),
     "gpt-oss": (
@@ -287,6 +308,9 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # exp(-8) per token: a state lasts thousands of tokens
+                parameter.sub_(8.0)
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text(character_tokenizer().to_str())
     return read_folder(path), model

@@ -11,6 +11,9 @@ continues after 4 blocks:
     window of 2 blocks    -  -  3  5      blocks at index 0 and 1 are not transferred
 
 A consumer that already has the block at index 0 receives the blocks from number 1 on.
+
+The running states of a sequence come last (`running_states`). A producer's running states are final
+when the prompt is computed, because the consumer decodes.
 """
 
 from tandem.engine.cache.block_table import BlockTables
@@ -23,7 +26,7 @@ def transfer_order(
     """Returns the ids of the blocks to transfer, among those with the indices `first` to `end` - 1
     in the chain. The ids are unique among the pools.
 
-    The peer continues the sequence after `depth` blocks. With sliding windows or a KV budget,
+    Running states are left out. The peer continues the sequence after `depth` blocks. With sliding windows or a KV budget,
     blocks that no later token attends to are left out.
     """
     if tables.budget is None and not layout.has_windows:
@@ -31,7 +34,10 @@ def transfer_order(
     layout = tables.budget or layout
     groups = [
         (start, ids, group.kept_blocks, group.first_seen(depth * layout.block_size))
-        for start, ids, group in zip(layout.first_ids, tables.ids, layout.groups, strict=True)
+        for number, (start, ids, group) in enumerate(
+            zip(layout.first_ids, tables.ids, layout.groups, strict=True)
+        )
+        if number not in tables.states
     ]
     return [
         start + ids[index]
@@ -39,3 +45,10 @@ def transfer_order(
         for start, ids, kept, seen in groups
         if index < kept or index >= seen
     ]
+
+
+def running_states(layout: KvLayout, tables: BlockTables) -> list[int]:
+    """Returns the slots of a sequence's running states, one for each state group. The ids are
+    unique among the pools. Empty for a chain without a sequence."""
+    first_ids = layout.first_ids
+    return [first_ids[group] + tables.ids[group][0] for group in tables.states]

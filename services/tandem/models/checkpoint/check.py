@@ -21,9 +21,9 @@ from tandem.models.config.text_part import names_in_model
 from tandem.models.files import few, naming
 from tandem.models.gguf.names import gguf_names
 
-# Names of the tables of RoPE frequencies that old checkpoints store for each layer. The tables are
-# ignored, because the frequencies are computed from the config.
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# Names of tensors that are not used: the tables of RoPE frequencies that old checkpoints store for
+# each layer, which are computed from the config, and the layers for multi-token prediction (MTP).
+_UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|mtp\..*")
 
 # Name of a GGUF file's config in error messages, in place of "config.json".
 _IN_GGUF = "its header"
@@ -148,7 +148,7 @@ def _check_surplus(
     surplus = [
         each.name
         for name, each in stored.items()
-        if not (name in forms or name.startswith(left) or _DERIVED.fullmatch(name))
+        if not (name in forms or name.startswith(left) or _UNUSED.fullmatch(name))
         if place_of_scale(name) is None
     ]
     if surplus:

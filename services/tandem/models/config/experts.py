@@ -36,6 +36,8 @@ class Experts:
     groups: ExpertGroups | None = None
     scale: float = 1.0  # factor on the weights of the chosen experts
     shared_inner: int = 0  # sum of the intermediate sizes of all shared experts; 0: there are none
+    # True: the output of the shared expert is multiplied by the sigmoid of a learned gate.
+    has_shared_gate: bool = False
 
 
 def read_experts(
@@ -61,6 +63,10 @@ def read_experts(
         inner=size(config, "moe_intermediate_size" if is_chosen else "intermediate_size"),
         is_normalized=not is_chosen or flag(config, "norm_topk_prob"),
         has_biases=family.experts == "gpt_oss",
+        shared_inner=(
+            size(config, "shared_expert_intermediate_size") if family.has_shared_gate else 0
+        ),
+        has_shared_gate=family.has_shared_gate,
     )
     if not is_chosen:
         return [experts] * num_layers

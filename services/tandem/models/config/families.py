@@ -63,9 +63,17 @@ class Family:
         "mixtral", "gpt_oss": all layers;
         "qwen": every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`;
         "deepseek": the layers from number `first_k_dense_replace` on.
+    has_shared_gate: layers with experts have one shared expert, whose output is multiplied by the
+        sigmoid of a learned gate.
     is_corrected: experts are chosen by the sigmoid of their logit plus a learned bias
         (DeepSeek V3).
     is_latent: attention is latent (latent.py).
+    linear: the kind of the layers that `layer_types` calls linear_attention. Without `layer_types`,
+        every `full_attention_interval`-th layer has full attention, and the others are linear.
+        "": the family has no such layers;
+        "gated_delta": Gated DeltaNet (linear_attention.py).
+    has_attention_gates: the output of attention is multiplied by the sigmoid of a gate. The matrix
+        q_proj computes the gates too: for each head the query, then the gate.
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
     has_sinks: each head has an attention sink: a learned score that the softmax over the head's
@@ -95,8 +103,11 @@ class Family:
     activation_key: str = "hidden_act"
     multipliers: Literal["", "granite", "gemma"] = ""
     experts: ExpertForm = ""
+    has_shared_gate: bool = False
     is_corrected: bool = False
     is_latent: bool = False
+    linear: Literal["", "gated_delta"] = ""
+    has_attention_gates: bool = False
     has_extra_layers: bool = False
     has_sinks: bool = False
     has_clamped_gates: bool = False
@@ -154,6 +165,32 @@ FAMILIES: Mapping[str, Family] = {
             "num_local_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "Qwen3NextForCausalLM": Family(
+        norm_offset=1.0,
+        qk_norm="head",
+        has_partial_rope=True,
+        experts="qwen",
+        has_shared_gate=True,
+        linear="gated_delta",
+        has_attention_gates=True,
+        refuses=("attention_bias",),
+        defaults={
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
             "decoder_sparse_step": 1,
         },
     ),

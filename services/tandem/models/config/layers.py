@@ -11,10 +11,12 @@ from tandem.errors import UnsupportedModel
 from tandem.models.config.experts import Experts, read_experts
 from tandem.models.config.families import Family
 from tandem.models.config.fields import flag, optional_size
+from tandem.models.config.linear_attention import GatedDelta, read_gated_delta
 from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
+_LINEAR = "linear_attention"
 LAYERS_MAX = 4096  # maximum number of layers; a larger number means that config.json is broken
 # transformers' default of `max_window_layers` (Qwen): the first 28 layers have no window.
 _DEFAULT_WINDOW_LAYERS = 28
@@ -31,6 +33,9 @@ class LayerSpec:
     # earlier tokens.
     window: int | None = None
     experts: Experts | None = None  # experts of the layer; None: the layer has a dense MLP
+    # Linear attention: the layer keeps a state of constant size in place of keys and values. None:
+    # the layer has attention.
+    linear: GatedDelta | None = None
 
 
 def read_layers(
@@ -43,9 +48,11 @@ def read_layers(
             f"num_hidden_layers is {num_layers}; it must be at most {LAYERS_MAX}"
         )
     have_rope = _have_rope(config, family, num_layers)
+    linear = _linear_layers(config, family, num_layers)
     slide = _have_window(config, family, have_rope)
     window = _window(config) if any(slide) else None
-    _check_layer_types(config, slide if window else [False] * num_layers)
+    if not family.linear:
+        _check_layer_types(config, slide if window else [False] * num_layers)
     if window is not None and window >= max_model_len:
         window = None
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
@@ -54,11 +61,36 @@ def read_layers(
             rope=ropes[_SLIDING if slides else _FULL] if has_rope else NO_ROPE,
             window=window if slides else None,
             experts=experts,
+            linear=of_layer,
         )
-        for slides, has_rope, experts in zip(
-            slide, have_rope, read_experts(config, family, num_layers), strict=True
+        for slides, has_rope, experts, of_layer in zip(
+            slide, have_rope, read_experts(config, family, num_layers), linear, strict=True
         )
     )
+
+
+def _linear_layers(
+    config: Mapping[str, Any], family: Family, num_layers: int
+) -> list[GatedDelta | None]:
+    """Returns, for each layer, the sizes of its linear attention, or None if it has attention."""
+    if not family.linear:
+        return [None] * num_layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = optional_size(config, "full_attention_interval", num_layers)
+        kinds = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(num_layers)]
+    kinds = _one_per_layer(kinds, "layer_types", num_layers)
+    if unknown := [kind for kind in kinds if kind not in (_FULL, _LINEAR)]:
+        raise UnsupportedModel(
+            f"layer_types has {unknown[0]!r:.80}, which is not supported for this architecture; "
+            f"supported are {_FULL} and {_LINEAR}"
+        )
+    if _FULL not in kinds:
+        raise UnsupportedModel(
+            f"layer_types has no {_FULL}; at least one layer must have full attention"
+        )
+    delta = read_gated_delta(config)
+    return [delta if kind == _LINEAR else None for kind in kinds]
 
 
 def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:

@@ -87,6 +87,7 @@ class ModelConfig:
     has_kv_scales: bool = False  # True: the checkpoint has static scales for KV in fp8_e4m3.
     is_fused: bool = False  # True: checkpoints store q, k and v as one matrix, gate and up as one.
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
+    has_attention_gates: bool = False  # True: attention's output is multiplied by sigmoid(gate).
     # Number of layers in the checkpoint for multi-token prediction. Tandem does not run them.
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
@@ -95,6 +96,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep a state in place of keys and values."""
+        return any(layer.linear is not None for layer in self.layers)
 
     @property
     def attention_scale(self) -> float:
@@ -191,6 +197,7 @@ class ModelConfig:
             has_kv_scales=has_kv_scales(config),
             is_fused=family.is_fused,
             latent=latent,
+            has_attention_gates=family.has_attention_gates,
             num_extra_layers=_num_extra_layers(config, family),
             is_text_part=text is not None,
         )

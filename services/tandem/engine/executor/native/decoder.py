@@ -94,6 +94,8 @@ _ANGLES_MIN = 2048  # number of positions in a new `_AngleTable`
 
 def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
+    if config.has_states:
+        return "layers with linear attention are not supported"
     if config.head_dim > _HEAD_MAX and config.latent is None:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:

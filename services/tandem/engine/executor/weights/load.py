@@ -19,6 +19,7 @@ import torch
 
 from tandem.engine.executor.weights.checkpoint import check_tied, map_files
 from tandem.engine.executor.weights.decoder_weights import (
+    DeltaWeights,
     ExpertWeights,
     LatentWeights,
     LayerWeights,
@@ -31,7 +32,9 @@ from tandem.engine.executor.weights.experts import load_experts
 from tandem.engine.executor.weights.released_memory import FilePages
 from tandem.engine.executor.weights.rotary_rows import (
     RotatedRows,
+    head_rows,
     query_rows,
+    rotary_order,
     rotary_rows,
     token_products,
 )
@@ -44,12 +47,13 @@ from tandem.engine.executor.weights.share import (
 )
 from tandem.engine.executor.weights.tensors_by_name import KeptFor, TensorsByName
 from tandem.models.checkpoint.check import check_weights
-from tandem.models.checkpoint.expert_names import ExpertNames
+from tandem.models.checkpoint.expert_names import ExpertNames, shared_mlp
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.weight_shapes import EMBEDDING, FINAL_NORM, NORMS, OUTPUT
 from tandem.models.config.experts import Experts
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.files import naming
 from tandem.models.gguf.tensors import GgufBlocks
@@ -222,14 +226,17 @@ class _Builder:
     def layer(self, name: str, spec: LayerSpec) -> LayerWeights:
         attention = f"{name}.self_attn"
         tensors = self._tensors
-        norms = {
+        mlp = self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp")
+        norms: dict[str, Any] = {
             field: self.norm(f"{name}.{stored}.weight")
             for field, stored in NORMS[self._config.norms].items()
         }
+        if spec.linear is not None:
+            return self._delta_layer(f"{name}.linear_attn", spec.linear, mlp, norms)
         if self._config.qk_norm:
-            norms["q_norm"] = self.norm(f"{attention}.q_norm.weight")
-            norms["k_norm"] = self.norm(f"{attention}.k_norm.weight")
-        latent = None
+            norms["q_norm"] = self._norm_of_heads(f"{attention}.q_norm.weight")
+            norms["k_norm"] = self._norm_of_heads(f"{attention}.k_norm.weight")
+        latent = gate = None
         qkv: tuple[Linear, ...]
         if self._config.latent is not None:
             parts = token_products(self._config.latent)
@@ -237,14 +244,17 @@ class _Builder:
             latent = self._latent(attention, self._config.latent)
         elif self._config.is_fused:
             qkv = (self._rotary_first(tensors.linear(f"{attention}.qkv_proj")),)
+        elif self._config.has_attention_gates:
+            qkv, gate = self._gated_qkv(attention)
         else:
             qkv = tensors.joined(*(f"{attention}.{part}_proj" for part in "qkv"))
         return LayerWeights(
             qkv=qkv,
             attention_out=tensors.linear(f"{attention}.o_proj"),
             sinks=tensors.tensor(f"{attention}.sinks") if self._config.has_sinks else None,
-            mlp=self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp"),
+            mlp=mlp,
             latent=latent,
+            attention_gate=gate,
             **norms,
         )
 
@@ -254,6 +264,57 @@ class _Builder:
         if not self._config.norm_offset:
             return self._tensors.tensor(name)
         return self._tensors.floats(name) + self._config.norm_offset
+
+    def _norm_of_heads(self, name: str) -> torch.Tensor:
+        """Returns the weights of a norm of q or k, in the order of the elements of a head."""
+        order = None if self._config.is_fused else rotary_order(self._config)
+        norm = self.norm(name)
+        return norm if order is None else norm[order.to(norm.device)]
+
+    def _gated_qkv(self, name: str) -> tuple[tuple[Linear, ...], Linear]:
+        """Returns the matrices q, k and v, and the matrix of the gates on attention's output.
+        q_proj has the rows of the query and then of the gate of each head."""
+        size = self._config.head_dim
+        order = rotary_order(self._config)
+        elements = torch.arange(size)
+        order = elements if order is None else order
+        q, k = (self._tensors.tensor(f"{name}.{part}_proj.weight") for part in "qk")
+        num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_kv_heads
+        queries = q[head_rows(num_heads, 2 * size, order).to(q.device)]
+        gates = q[head_rows(num_heads, 2 * size, size + elements).to(q.device)]
+        keys = k[head_rows(num_kv_heads, size, order).to(k.device)]
+        values = self._tensors.matrix(f"{name}.v_proj.weight")
+        return (Linear(queries, None), Linear(keys, None), values), Linear(gates, None)
+
+    def _delta_layer(
+        self,
+        name: str,
+        sizes: GatedDelta,
+        mlp: Mlp | ExpertWeights,
+        norms: Mapping[str, Any],
+    ) -> LayerWeights:
+        """Returns a Gated DeltaNet layer. `in_proj_qkvz` has for each key head the rows of q, k, v
+        and z, and `in_proj_ba` the rows of b and a."""
+        tensors = self._tensors
+        values = sizes.group * sizes.value_dim
+        qkvz = tensors.tensor(f"{name}.in_proj_qkvz.weight")
+        qkvz = qkvz.view(sizes.num_key_heads, -1, qkvz.shape[1])
+        channels, z = torch.split(qkvz, [2 * sizes.key_dim + values, values], 1)
+        ba = tensors.tensor(f"{name}.in_proj_ba.weight")
+        b, a = ba.view(sizes.num_key_heads, 2, sizes.group, -1).unbind(1)
+        conv = tensors.tensor(f"{name}.conv1d.weight").squeeze(1)
+        return LayerWeights(
+            qkv=tuple(Linear(rows.flatten(0, 1), None) for rows in (channels, z, b, a)),
+            attention_out=tensors.linear(f"{name}.out_proj"),
+            mlp=mlp,
+            delta=DeltaWeights(
+                conv=conv[_by_key_head(sizes).to(conv.device)],
+                a_log=tensors.floats(f"{name}.A_log"),
+                dt_bias=tensors.floats(f"{name}.dt_bias"),
+                norm=tensors.tensor(f"{name}.norm.weight"),
+            ),
+            **norms,
+        )
 
     def _of_latent(self, name: str, rotated: RotatedRows) -> Linear:
         weight = Linear(self._tensors.tensor(f"{name}.weight"), None)
@@ -284,7 +345,9 @@ class _Builder:
         return Mlp(gate_up, self._tensors.linear(f"{name}.down_proj"))
 
     def _experts(self, layer: str, experts: Experts) -> ExpertWeights:
-        shared = self._mlp(f"{layer}.mlp.shared_experts") if experts.shared_inner else None
+        shared = None
+        if experts.shared_inner:
+            shared = self._mlp(f"{layer}.{shared_mlp(experts)}")
         return load_experts(self._tensors, self._names, layer, experts, shared)
 
     def _rotary_first(self, qkv: Linear) -> Linear:
@@ -295,6 +358,15 @@ class _Builder:
         if qkv.blocks is not None:
             return replace(qkv, bias=bias, blocks=qkv.blocks.in_order(rows))
         return Linear(qkv.weight[rows.to(qkv.weight.device)], bias)
+
+
+def _by_key_head(sizes: GatedDelta) -> torch.Tensor:
+    """Returns the order of the convolution's channels by key head. A checkpoint has the q of all
+    key heads first, then their k, then the v of all value heads."""
+    num_keys = sizes.num_key_heads * sizes.key_dim
+    num_values = sizes.num_channels - 2 * num_keys
+    q, k, v = torch.split(torch.arange(sizes.num_channels), [num_keys, num_keys, num_values])
+    return torch.cat([part.view(sizes.num_key_heads, -1) for part in (q, k, v)], 1).flatten()
 
 
 def _keys_and_values(

@@ -11,9 +11,10 @@ from tandem.models.config.latent import Latent
 from tandem.models.config.model import ModelConfig
 
 
-def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
-    """Returns the order in which the kernels expect the rows of q, k and v. Item i is the number of
-    the checkpoint's row that becomes row i. None: the kernels expect the checkpoint's order.
+def rotary_order(config: ModelConfig) -> torch.Tensor | None:
+    """Returns the order in which the kernels expect the elements of a head of q and k. Item i is
+    the number of the checkpoint's element that becomes element i. None: the kernels expect the
+    checkpoint's order.
 
     Kernels rotate element i of a head with element i + D / 2, where D is the size of a head. If a
     model rotates only a part of each head, the rotated elements must come first in each half of the
@@ -27,11 +28,26 @@ def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
     rotated = torch.arange(rotary_dim)
     unrotated = torch.arange(rotary_dim, head_dim)
     halves = zip(rotated.chunk(2), unrotated.chunk(2), strict=True)
-    of_head = torch.cat([torch.cat(parts) for parts in halves])
+    return torch.cat([torch.cat(parts) for parts in halves])
+
+
+def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
+    """Returns the order in which the kernels expect the rows of q, k and v, one after the other.
+    Item i is the number of the checkpoint's row that becomes row i. None: the kernels expect the
+    checkpoint's order."""
+    of_head = rotary_order(config)
+    if of_head is None:
+        return None
     num_heads = config.num_attention_heads + config.num_kv_heads
-    rotated_rows = (torch.arange(num_heads).unsqueeze(1) * head_dim + of_head).flatten()
-    num_values = config.num_kv_heads * head_dim
+    rotated_rows = head_rows(num_heads, config.head_dim, of_head)
+    num_values = config.num_kv_heads * config.head_dim
     return torch.cat((rotated_rows, len(rotated_rows) + torch.arange(num_values)))
+
+
+def head_rows(num_heads: int, head_dim: int, of_head: torch.Tensor) -> torch.Tensor:
+    """Returns the numbers of the rows `of_head` of each head, in a matrix with `head_dim` rows for
+    each head."""
+    return (torch.arange(num_heads).unsqueeze(1) * head_dim + of_head).flatten()
 
 
 class RotatedRows(NamedTuple):
