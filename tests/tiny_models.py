@@ -154,8 +154,7 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
         Qwen3NextConfig,
         {
             "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"]
-            + ["linear_attention"],
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
             "head_dim": 32,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 6,

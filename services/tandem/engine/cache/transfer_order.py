@@ -26,8 +26,8 @@ def transfer_order(
     """Returns the ids of the blocks to transfer, among those with the indices `first` to `end` - 1
     in the chain. The ids are unique among the pools.
 
-    Running states are left out. The peer continues the sequence after `depth` blocks. With sliding windows or a KV budget,
-    blocks that no later token attends to are left out.
+    The peer continues the sequence after `depth` blocks. With sliding windows or a KV budget,
+    blocks that no later token attends to are left out. Running states are left out, too.
     """
     if tables.budget is None and not layout.has_windows:
         return tables.ids[0][first:end]

@@ -13,8 +13,10 @@ the states of all layers of the group after some number of tokens. There are two
   block. It never changes. A request can resume after this block.
 
 So for all other code, a state group is a group with a window of one block, in which few blocks are
-cached. All pools lie in one span of memory. Block ids are unique among the pools: the ids of a group follow those of the group
-before.
+cached.
+
+All pools lie in one span of memory. Block ids are unique among the pools: the ids of a group follow
+those of the group before.
 
     ids      [ group 0: 0 .. n0 - 1 | group 1: n0 .. n0 + n1 - 1 | ... ]
     memory   [ pool of group 0      | pool of group 1            | ... ]

@@ -14,7 +14,6 @@ from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.dispatch import kernels_for
-from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.logprobs import logprobs
 from tandem_kernels.sampling import Draw, sample
 from tandem_kernels.state_pool import Pool
