@@ -357,8 +357,12 @@ class Sequence:
     @property
     def may_run_ahead(self) -> bool:
         """True if the next token may be computed before it is known on the host, in a step that is
-        launched ahead (schedule_ahead, scheduler.py)."""
-        return self.spec.kv_budget is None and not self.needs_mask_first
+        launched ahead (schedule_ahead, scheduler.py). It must not be computed before the states
+        after the last token are frozen."""
+        freezes = self.checkpoints is not None and self.checkpoints.includes(
+            self.num_tokens, self.num_prefill_tokens
+        )
+        return self.spec.kv_budget is None and not self.needs_mask_first and not freezes
 
     def ends_with_next(self, max_model_len: int) -> bool:
         """Returns whether the next token ends the sequence, whichever token it is."""
