@@ -33,12 +33,9 @@ def running_cluster(
 ) -> Iterator[LocalCluster]:
     """A cluster in invariant numerics; `options` are the workers', later ones win.
 
-    Prompts are prefilled by prefill workers, whatever this machine makes of predicted times. Nor is
-    a request refused for its predicted time: beside other tests, a new worker predicts from one
-    slow step that it would be minutes late.
+    Prompts are prefilled by prefill workers, whatever this machine makes of predicted times.
     """
     cluster = LocalCluster(redis, folder, model)
-    cluster.router_options = [*cluster.router_options, "--ttft-limit", "0"]
     cluster.options = [*cluster.options, "--prefill-at", "remote", *options]
     try:
         yield cluster.start(prefill=prefill, decode=decode)

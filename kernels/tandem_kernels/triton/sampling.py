@@ -59,13 +59,11 @@ def launch(
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     listed_ids = torch.empty(num_rows, vocab, dtype=torch.int32, device=logits.device)
-    listed_keys = torch.empty_like(listed_ids)
     _sample[(num_rows,)](
         logits,
         numbers,
         out,
         listed_ids,
-        listed_keys,
         vocab,
         logits.stride(0),
         num_rows,
@@ -115,7 +113,6 @@ def _sample(
     numbers,
     tokens,
     listed_ids,
-    listed_keys,
     vocab,
     stride_row,
     num_rows,
@@ -125,7 +122,6 @@ def _sample(
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride_row
     listed_ids += row * vocab
-    listed_keys += row * vocab
     temperature = tl.load(numbers + row).to(tl.float64, bitcast=True).to(tl.float32)
     top_p = tl.load(numbers + num_rows + row).to(tl.float64, bitcast=True)
     min_p = tl.load(numbers + 2 * num_rows + row).to(tl.float64, bitcast=True).to(tl.float32)
@@ -139,7 +135,7 @@ def _sample(
         counts, masses, num_left, mass = _measure_levels(
             logits, vocab, largest, temperature, min_p, levels, LEVELS_TILE
         )
-        row_of = (logits, listed_ids, listed_keys, vocab, largest, temperature)
+        row_of = (logits, listed_ids, vocab, largest, temperature)
         key = tl.full((), 0, tl.int32)
         nth = tl.zeros((), tl.int64)
         num_listed = 0
@@ -161,7 +157,7 @@ def _sample(
                     mass = mass_above + (top_k - above) * weight
                 if search == 1:
                     mass = mass_above + (nth + 1) * weight
-        token = _nth_with_key(listed_ids, listed_keys, num_listed, key, nth, TILE)
+        token = _nth_with_key(logits, listed_ids, num_listed, key, nth, TILE)
     tl.store(tokens + row, token.to(tl.int64))
 
 
@@ -246,7 +242,14 @@ def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl
         counts += is_above.to(tl.int32)
         masses += tl.where(is_above, _weight(column, largest, temperature), 0)
     counts = tl.sum(counts.to(tl.int64), 0)
-    return counts, tl.sum(masses, 0), tl.sum(num_left, 0), tl.sum(mass_left, 0)
+    num_left, mass_left = _sums(num_left, mass_left)
+    return counts, tl.sum(masses, 0), num_left, mass_left
+
+
+@triton.jit
+def _sums(first, second):
+    """Returns the sums of two tensors. The threads wait for each other only once."""
+    return tl.split(tl.sum(tl.join(first, second), 0))
 
 
 @triton.jit
@@ -268,7 +271,7 @@ def _find(
     tokens). All tokens with the key are listed (`_list_keys`). The number or total weight of all
     tokens must be above the target.
     """
-    _logits, _listed_ids, listed_keys, _vocab, largest, temperature = row_of
+    logits, listed_ids, _vocab, largest, temperature = row_of
     measures = tl.where(by_count, counts, masses)
     indices = tl.arange(0, _LEVELS)
     level = tl.sum((measures <= target).to(tl.int32), 0)
@@ -290,7 +293,8 @@ def _find(
         measured = tl.zeros((TILE, _LEVELS), tl.int64)
         for start in range(0, num_listed, TILE):
             places = start + tl.arange(0, TILE)
-            keys = tl.load(listed_keys + places, mask=places < num_listed, other=0)[:, None]
+            _ids, keys = _listed(logits, listed_ids, places, num_listed)
+            keys = keys[:, None]
             amounts = tl.where(by_count, 1, _weight(_logit(keys), largest, temperature))
             is_above = keys.to(tl.int64) + 2147483648 >= candidates[None, :]
             measured += tl.where(is_above & (places < num_listed)[:, None], amounts, 0)
@@ -303,20 +307,19 @@ def _find(
     weights_above = tl.zeros((TILE,), tl.int64)
     for start in range(0, num_listed, TILE):
         places = start + tl.arange(0, TILE)
-        keys = tl.load(listed_keys + places, mask=places < num_listed, other=0)
+        _ids, keys = _listed(logits, listed_ids, places, num_listed)
         is_above = (places < num_listed) & (keys > key)
         num_above += is_above.to(tl.int64)
         weights_above += tl.where(is_above, _weight(_logit(keys), largest, temperature), 0)
-    above += tl.sum(num_above, 0)
-    mass_above += tl.sum(weights_above, 0)
-    return key, above, mass_above, num_listed
+    num_above, weights_above = _sums(num_above, weights_above)
+    return key, above + num_above, mass_above + weights_above, num_listed
 
 
 @triton.jit
 def _list_keys(row_of, low, high, TILE: tl.constexpr):
-    """Lists the tokens whose keys are at least `low` and less than `high`: writes their ids and
-    keys to the row's buffers `listed_ids` and `listed_keys`. Returns their number."""
-    logits, listed_ids, listed_keys, vocab, _largest, _temperature = row_of
+    """Lists the tokens whose keys are at least `low` and less than `high`: writes their ids to the
+    row's buffer `listed_ids`. Returns their number."""
+    logits, listed_ids, vocab, _largest, _temperature = row_of
     # The sums at the end of `_find` have made all threads wait until each has read the tokens that
     # an earlier call listed.
     num_listed = 0
@@ -326,14 +329,21 @@ def _list_keys(row_of, low, high, TILE: tl.constexpr):
         is_listed = (ids < vocab) & (keys >= low) & (keys < high)
         places = num_listed + tl.cumsum(is_listed.to(tl.int32), 0) - 1
         tl.store(listed_ids + places, ids, mask=is_listed)
-        tl.store(listed_keys + places, keys, mask=is_listed)
         num_listed += tl.sum(is_listed.to(tl.int32), 0)
     tl.debug_barrier()  # makes the listed tokens visible to all threads
     return num_listed
 
 
 @triton.jit
-def _nth_with_key(listed_ids, listed_keys, num_listed, key, nth, TILE: tl.constexpr):
+def _listed(logits, listed_ids, places, num_listed):
+    """Returns the ids and the keys of listed tokens."""
+    is_listed = places < num_listed
+    ids = tl.load(listed_ids + places, mask=is_listed, other=0)
+    return ids, _key(tl.load(logits + ids, mask=is_listed, other=0.0))
+
+
+@triton.jit
+def _nth_with_key(logits, listed_ids, num_listed, key, nth, TILE: tl.constexpr):
     """Returns the id of the nth listed token with this key, counted from 0. If there are fewer,
     returns the last one."""
     token = 0
@@ -341,10 +351,12 @@ def _nth_with_key(listed_ids, listed_keys, num_listed, key, nth, TILE: tl.conste
     for start in range(0, num_listed, TILE):
         places = start + tl.arange(0, TILE)
         is_listed = places < num_listed
-        keys = tl.load(listed_keys + places, mask=is_listed, other=0)
-        ids = tl.load(listed_ids + places, mask=is_listed, other=0)
+        ids, keys = _listed(logits, listed_ids, places, num_listed)
         is_equal = is_listed & (keys == key)
         order = seen + tl.cumsum(is_equal.to(tl.int64), 0) - 1
-        token = tl.maximum(token, tl.max(tl.where(is_equal & (order <= nth), ids, 0), 0))
-        seen += tl.sum(is_equal.to(tl.int64), 0)
+        # The order never falls, so its maximum is that of the last token.
+        ids = tl.where(is_equal & (order <= nth), ids, 0).to(tl.int64)
+        id_max, order_max = tl.split(tl.max(tl.join(ids, order), 0))
+        token = tl.maximum(token, id_max.to(tl.int32))
+        seen = order_max + 1
     return token

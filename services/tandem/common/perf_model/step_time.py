@@ -50,6 +50,9 @@ from tandem.common.perf_model.rates import (
 # Steps are planned for this fraction of the target time. Predictions are means, so about half of
 # the steps take longer than predicted.
 _MARGIN = 0.9
+# Number of steps with prefill after which the fitted rates count as measured. Before, up to three
+# slow first steps may make the fit a hundred times too slow.
+_MEASURED_AFTER = 8
 _DECODE_SHARE = 1.5  # a mixed step may always take 1.5 times the predicted decode time
 # The number of tokens in a mixed step is rounded down to a multiple of this, so that kernels have
 # full tiles and few different shapes.
@@ -128,7 +131,8 @@ class StepTimeModel:
 
     @property
     def has_measured_prefill(self) -> bool:
-        return self._reported.num_observations > 0
+        """True once enough steps with prefill were measured to predict the time of others."""
+        return self._reported.num_observations >= _MEASURED_AFTER
 
     def rates(self, unmeasured: WorkerRates) -> WorkerRates:
         """Returns a copy of `unmeasured` with the fitted prefill and decode rates, for the worker's
@@ -137,7 +141,7 @@ class StepTimeModel:
             unmeasured,
             prefill=PrefillRate(*self._reported.coefficients),
             decode=self.decode_rate or DEFAULT_DECODE,
-            measured=self._reported.num_observations > 0,
+            measured=self.has_measured_prefill,
         )
 
     def observe(self, work: StepWork, seconds: float) -> None:

@@ -93,7 +93,7 @@ class Silences:
         if (heard := self._heard.get(worker_id)) is None:
             return 0.0
         rates = heard.record.rates
-        step_s = queue_seconds(rates, rates.step_tokens) if rates.measured else 0.0
+        step_s = queue_seconds(rates, rates.step_tokens)
         age_s = self._now - heard.turned_at
         return age_s if age_s > max(self._limit_s, _TURNS_MAX * step_s) else 0.0
 

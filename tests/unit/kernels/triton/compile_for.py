@@ -55,7 +55,7 @@ SHARED_MAX = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 # The instruction of products of 64 rows or more, where an architecture has one.
 LARGE_PRODUCT = {90: "wgmma", 100: "tcgen05"}
 # A program samples one row, so its barriers are not hidden by other work.
-BARRIERS_MAX = {"_sample": 54}
+BARRIERS_MAX = {"_sample": 40}
 # Warps of kernels that are launched with another number than Triton's default, 4.
 NUM_WARPS = {
     "_add_rms_norm": norm.num_warps(4096),
@@ -264,8 +264,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     ),
     (
         sampling._sample,
-        {"logits": "*fp32", "numbers": "*i64", "tokens": "*i64"}
-        | {"listed_ids": "*i32", "listed_keys": "*i32"},
+        {"logits": "*fp32", "numbers": "*i64", "tokens": "*i64", "listed_ids": "*i32"},
         {"TILE": 4096, "LEVELS_TILE": 512},
     ),
     (edits._edit, {"logits": "*fp32", "numbers": "*i32"}, {"TILE": 256}),
