@@ -18,7 +18,7 @@ from tests.unit.models.gguf.test_families import files_of
 
 PAGE = Path(__file__).with_suffix(".md")
 _HAS = "family", "attention", "positions", "norms", "biases", "MLP", "factors", "GGUF"
-_SHOWN = "family", "checkpoints", "on Triton", "GGUF files"
+_SHOWN = "family", "checkpoints", "on Triton", "GGUF files", "refused"
 
 
 def page() -> str:
@@ -34,11 +34,22 @@ def _has(name: str, family: Family) -> tuple[str, ...]:
         _attention(family),
         _positions(family),
         _norms(family),
-        {"config": "by `attention_bias`", "qkv": "q, k, v", "none": "none"}[family.biases],
+        _biases(family),
         _mlp(family),
         _factors(family),
         ", ".join(f"`{each}`" for each in _gguf_names(name)),
     )
+
+
+def _biases(family: Family) -> str:
+    key = family.key_names.get("attention_bias", "attention_bias")
+    return {
+        "config": f"by `{key}`",
+        "config_qkv": f"q, k, v by `{key}`",
+        "config_apart": f"q, k, v by `{key}`, output by `attention_out_bias`",
+        "qkv": "q, k, v",
+        "none": "none",
+    }[family.biases]
 
 
 def _attention(family: Family) -> str:
@@ -60,15 +71,22 @@ def _attention(family: Family) -> str:
 def _positions(family: Family) -> str:
     if family.is_latent:
         return "in a key that all heads share"
-    if family.has_partial_rope:
-        return "in all or a part of each head; longrope"
+    words = ["in all layers"]
+    if family.has_no_rope_layers:
+        words = ["none in some layers"]
+    if family.has_rope_in_windows:
+        words = ["in layers with a window; in all if there are none"]
     if family.has_rope_by_kind:
-        return "others in layers with a window"
-    return "none in some layers" if family.has_no_rope_layers else "in all layers"
+        words = ["others in layers with a window"]
+    if family.has_partial_rope:
+        words[0] += ", in all or a part of each head"
+    if family.has_rope_pairs:
+        words.append("neighbouring elements are rotated together")
+    return "; ".join([*words, *family.scalings])
 
 
 def _norms(family: Family) -> str:
-    where = {"before": "before", "after": "after", "around": "before and after"}[family.norms]
+    where = "before and after" if family.norms.startswith("around") else family.norms
     weights = f", with {family.norm_offset:g} + w" if family.norm_offset else ""
     of_heads = {"": "", "head": "; of each head of q and k", "all": "; of all of q, of all of k"}
     latents = "; of latents" if family.is_latent else ""
@@ -76,20 +94,26 @@ def _norms(family: Family) -> str:
 
 
 def _mlp(family: Family) -> str:
-    experts = {
-        "": "dense",
-        "mixtral": "experts",
-        "qwen": "experts, dense in some layers",
-        "gpt_oss": "experts with biases, also in MXFP4",
-        "deepseek": "dense, then experts beside a shared MLP",
+    layers = {
+        "all": "experts",
+        "steps": "experts, dense in some layers",
+        "from": "dense, then experts",
+        "types": "experts in the layers of `mlp_layer_types`",
+        "range": "experts in some layers",
     }
-    words = [experts[family.experts]]
+    words = [layers[family.expert_layers] if family.experts else "dense"]
+    if "n_shared_experts" in family.defaults:
+        words[0] += " beside a shared MLP"
+    if family.experts == "gpt_oss":
+        words[0] += " with biases, also in MXFP4"
     if family.is_corrected:
-        words.append("chosen by sigmoids with a correction")
+        scores = "sigmoids" if family.has_sigmoids else "softmaxes"
+        words.append(f"chosen by {scores} with a correction")
     if family.has_clamped_gates:
         words.append("clamped gates")
-    if family.is_fused:
-        words.append("stored as one matrix, and so are q, k, v")
+    if family.fused:
+        others = ", and so are q, k, v" if family.fused == "all" else ""
+        words.append(f"stored as one matrix{others}")
     if family.defaults.get("hidden_activation") == "gelu_pytorch_tanh":
         words.append("GELU")
     return "; ".join(words)
@@ -120,7 +144,17 @@ def _shown(name: str) -> tuple[str, ...]:
     on_triton = [
         each if each in KINDS else f"({each})" for each in tiny if each in (*KINDS, *OTHERS)
     ]
-    return ", ".join(tiny), ", ".join(on_triton), ", ".join(files_of(name))
+    refused = _refused(FAMILIES[name])
+    return ", ".join(tiny), ", ".join(on_triton), ", ".join(files_of(name)), refused
+
+
+def _refused(family: Family) -> str:
+    """Returns the values of keys that the family refuses (`refuses` and `demands`)."""
+    words = [f"`{key}`" for key in family.refuses]
+    for key, allowed in family.demands.items():
+        others = " or ".join(f"`{str(each).lower()}`" for each in allowed)
+        words.append(f"`{key}` other than {others}")
+    return "; ".join(words)
 
 
 def _with_table(text: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -101,11 +101,11 @@ struct Mlp {
 struct Experts {  // the experts of a layer, which all have one shape, and their router
     const Mlp* mlps;  // [num]
     Matrix router;    // one logit per expert
-    // [num], added to the sigmoids of the router's logits to rank experts. null: experts are ranked
-    // by the logits, and their weights are a softmax.
+    // [num], added to the scores of experts to rank them. null: experts are ranked by the logits.
     const float* correction;
     int32_t num, top_k;
     int32_t is_normalized;  // true: the weights of a row's experts sum to 1, before `scale`
+    int32_t has_sigmoids;   // true: the score of an expert is sigmoid(logit), not a softmax
     int32_t num_groups, top_groups;  // experts are chosen in the `top_groups` best groups; 0: all
     float scale;                     // factor on the weights
 };

@@ -38,29 +38,56 @@ inline void rank_groups(const Experts& experts, float* ranks, float* of_groups) 
         if (of_groups[e / size] < INFINITY) ranks[e] = -INFINITY;
 }
 
-// Computes the weights of the chosen experts: the sigmoids of their logits, times `scale`. If
-// is_normalized, the sigmoids are first divided by their sum.
-inline void share_sigmoids(const Experts& experts, const float* logits, Chosen* chosen) {
+// Computes the weights of the chosen experts: their scores, times `scale`. If is_normalized, the
+// scores are first divided by their sum. `largest` is the largest logit.
+inline void share_all(const Experts& experts, const float* logits, float largest, Chosen* chosen) {
+    const auto score = [&](float logit) {
+        return experts.has_sigmoids ? sigmoid(logit) : std::exp(logit - largest);
+    };
     float total = 0.0f;
     for (int i = 0; i < experts.top_k; ++i) {
-        chosen[i].share = sigmoid(logits[chosen[i].expert]);
+        chosen[i].share = score(logits[chosen[i].expert]);
         total += chosen[i].share;
     }
-    const float factor = experts.is_normalized ? experts.scale / total : experts.scale;
-    for (int i = 0; i < experts.top_k; ++i) chosen[i].share *= factor;
+    if (!experts.is_normalized) {
+        total = 0.0f;
+        for (int e = 0; e < experts.num; ++e) total += score(logits[e]);
+        if (experts.has_sigmoids) total = 1.0f;
+    }
+    for (int i = 0; i < experts.top_k; ++i)
+        chosen[i].share = chosen[i].share / total * experts.scale;
+}
+
+// Computes the ranks of a row's experts. `largest` is the largest logit.
+inline void rank_all(const Experts& experts, const float* logits, float largest, float* ranks) {
+    if (experts.correction == nullptr) {
+        std::copy(logits, logits + experts.num, ranks);
+        return;
+    }
+    float total = 1.0f;
+    if (!experts.has_sigmoids) {
+        total = 0.0f;
+        for (int e = 0; e < experts.num; ++e) total += std::exp(logits[e] - largest);
+    }
+    for (int e = 0; e < experts.num; ++e) {
+        const float score =
+            experts.has_sigmoids ? sigmoid(logits[e]) : std::exp(logits[e] - largest) / total;
+        ranks[e] = score + experts.correction[e];
+    }
 }
 
 // Chooses the best experts of a row, and lists them in the order of their numbers. Of equally
 // ranked experts, the one with the lowest number is chosen. `ranks` has room for two numbers per
 // expert.
 //
-//                           rank                              weight
-//     without correction    logit                             softmax over all or chosen logits
-//     with correction       sigmoid of the logit + correction sigmoid of the logit
+//                           rank
+//     without correction    logit
+//     with correction       score + correction
+//
+// The score of an expert is the sigmoid of its logit, or a softmax over all logits.
 inline void choose(const Experts& experts, const float* logits, float* ranks, Chosen* chosen) {
-    for (int e = 0; e < experts.num; ++e)
-        ranks[e] = experts.correction == nullptr ? logits[e]
-                                                 : sigmoid(logits[e]) + experts.correction[e];
+    const float largest = *std::max_element(logits, logits + experts.num);
+    rank_all(experts, logits, largest, ranks);
     if (experts.num_groups > 0) rank_groups(experts, ranks, ranks + experts.num);
     const auto is_taken = [&](int expert, int num) {
         for (int i = 0; i < num; ++i)
@@ -73,21 +100,9 @@ inline void choose(const Experts& experts, const float* logits, float* ranks, Ch
             if ((best < 0 || ranks[e] > ranks[best]) && !is_taken(e, i)) best = e;
         chosen[i].expert = best;
     }
-    const float highest = logits[chosen[0].expert];
     std::sort(chosen, chosen + experts.top_k,
               [](const Chosen& a, const Chosen& b) { return a.expert < b.expert; });
-    if (experts.correction != nullptr) return share_sigmoids(experts, logits, chosen);
-    float total = 0.0f;
-    for (int i = 0; i < experts.top_k; ++i) {
-        chosen[i].share = std::exp(logits[chosen[i].expert] - highest);
-        total += chosen[i].share;
-    }
-    if (!experts.is_normalized) {
-        total = 0.0f;
-        for (int e = 0; e < experts.num; ++e) total += std::exp(logits[e] - highest);
-    }
-    for (int i = 0; i < experts.top_k; ++i)
-        chosen[i].share = chosen[i].share / total * experts.scale;
+    share_all(experts, logits, largest, chosen);
 }
 
 // Assigns a place to each (row, expert) pair, sorted by expert.

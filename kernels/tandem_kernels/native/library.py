@@ -71,7 +71,14 @@ class Experts(Structure):
         ("correction", c_void_p),
         *(
             (name, c_int32)
-            for name in ("num", "top_k", "is_normalized", "num_groups", "top_groups")
+            for name in (
+                "num",
+                "top_k",
+                "is_normalized",
+                "has_sigmoids",
+                "num_groups",
+                "top_groups",
+            )
         ),
         ("scale", c_float),
     )

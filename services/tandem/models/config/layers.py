@@ -10,7 +10,7 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 from tandem.models.config.experts import Experts, read_experts
 from tandem.models.config.families import Family
-from tandem.models.config.fields import flag, optional_size
+from tandem.models.config.fields import flag, layer_number, one_per_layer, optional_size
 from tandem.models.config.linear_attention import GatedDelta, read_gated_delta
 from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
 
@@ -51,6 +51,8 @@ def read_layers(
     linear = _linear_layers(config, family, num_layers)
     slide = _have_window(config, family, have_rope)
     window = _window(config) if any(slide) else None
+    if family.has_rope_in_windows and window is not None:
+        have_rope = slide
     if not family.linear:
         _check_layer_types(config, slide if window else [False] * num_layers)
     if window is not None and window >= max_model_len:
@@ -79,7 +81,7 @@ def _linear_layers(
     if kinds is None:
         interval = optional_size(config, "full_attention_interval", num_layers)
         kinds = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(num_layers)]
-    kinds = _one_per_layer(kinds, "layer_types", num_layers)
+    kinds = one_per_layer(kinds, "layer_types", num_layers)
     if unknown := [kind for kind in kinds if kind not in (_FULL, _LINEAR)]:
         raise UnsupportedModel(
             f"layer_types has {unknown[0]!r:.80}, which is not supported for this architecture; "
@@ -100,7 +102,7 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
     # `no_rope_layers` has one number per layer. Despite its name, 1 means that the layer has RoPE.
     given = config.get("no_rope_layers")
     if given is not None:
-        have_rope = _one_per_layer(given, "no_rope_layers", num_layers)
+        have_rope = one_per_layer(given, "no_rope_layers", num_layers)
         if any(each not in (0, 1) for each in have_rope):
             raise UnsupportedModel(
                 f"no_rope_layers is {given!r:.80}; it must have a 0 or a 1 for each layer"
@@ -121,17 +123,15 @@ def _have_window(config: Mapping[str, Any], family: Family, have_rope: list[bool
         return [True] * num_layers
     kinds = config.get("layer_types")
     if kinds is not None:
-        return [_slides(kind) for kind in _one_per_layer(kinds, "layer_types", num_layers)]
+        return [_slides(kind) for kind in one_per_layer(kinds, "layer_types", num_layers)]
     if family.windows == "pattern":
         pattern = optional_size(config, "sliding_window_pattern", family.pattern)
         return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
     if family.has_no_rope_layers:
         return [not has_rope for has_rope in have_rope]
-    num_full = config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS)
-    if type(num_full) is not int or num_full < 0:
-        raise UnsupportedModel(
-            f"max_window_layers is {num_full!r:.80}; it must be an integer of at least 0"
-        )
+    num_full = layer_number(
+        {"max_window_layers": _DEFAULT_WINDOW_LAYERS, **config}, "max_window_layers"
+    )
     return [layer >= num_full for layer in range(num_layers)]
 
 
@@ -141,7 +141,7 @@ def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None
     kinds = config.get("layer_types")
     if kinds is None:
         return
-    if [_slides(kind) for kind in _one_per_layer(kinds, "layer_types", len(slide))] != list(slide):
+    if [_slides(kind) for kind in one_per_layer(kinds, "layer_types", len(slide))] != list(slide):
         raise UnsupportedModel(
             f"layer_types is {kinds!r:.80}; it must agree with the architecture, sliding_window "
             f"and use_sliding_window, which give {sum(slide)} of {len(slide)} layers a sliding "
@@ -156,12 +156,6 @@ def _slides(kind: object) -> bool:
             f"{_SLIDING}"
         )
     return kind == _SLIDING
-
-
-def _one_per_layer(values: object, key: str, num_layers: int) -> Sequence[Any]:
-    if not isinstance(values, list) or len(values) < num_layers:
-        raise UnsupportedModel(f"{key} must be a list with a value for each of {num_layers} layers")
-    return values[:num_layers]
 
 
 def _window(config: Mapping[str, Any]) -> int | None:

@@ -136,16 +136,19 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return text
 
 
-def names_in_model(stored: Iterable[str], *, is_text_part: bool) -> dict[str, str]:
-    """Maps the name that each tensor has in the text part to the name in the checkpoint, such as
+def names_in_model(
+    stored: Iterable[str], *, is_text_part: bool, tensor_names: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Maps the name that each tensor has in this package to the name in the checkpoint, such as
     `model.norm.weight` to `language_model.model.norm.weight`. Tensors for images and audio are left
-    out. Raises UnsupportedModel if two names in the checkpoint are the same tensor."""
-    if not is_text_part:
-        return {name: name for name in stored}
+    out. `tensor_names` are those of the model's family (`Family`). Raises UnsupportedModel if two
+    names in the checkpoint are the same tensor."""
     names: dict[str, str] = {}
     for name in stored:
-        if (own := text_name(name)) is None:
+        if (own := text_name(name) if is_text_part else name) is None:
             continue
+        for part, ours in (tensor_names or {}).items():
+            own = own.replace(part, ours)
         if own in names:
             raise UnsupportedModel(
                 f"{names[own]} and {name} are two names of the same tensor; remove one of them"

@@ -325,6 +325,7 @@ class NativeDecoder:
             num=spec.num,
             top_k=spec.top_k,
             is_normalized=spec.is_normalized,
+            has_sigmoids=spec.has_sigmoids,
             num_groups=spec.groups.num if spec.groups else 0,
             top_groups=spec.groups.top if spec.groups else 0,
             scale=spec.scale,

@@ -35,7 +35,6 @@ from tandem.engine.executor.weights.decoder_weights import (
 from tandem.engine.executor.weights.expand import embedded, pieces
 from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
-from tandem.models.config.families import ExpertForm
 from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import GateClamp, ModelConfig
 from tandem.models.config.rope import Rope
@@ -298,7 +297,7 @@ class Decoder:
         row, plus the output of the shared MLP; of all this, this rank's share. Each expert
         multiplies all rows for which it was chosen at once."""
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
-        chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
+        chosen, shares = choose(experts, logits, weights.correction)
         num_out = len(weights.mlps[0].down.weight)
         out = torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
         if weights.shared is not None:
@@ -384,11 +383,12 @@ def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> tor
 
 
 def choose(
-    form: ExpertForm, experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
+    experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses experts for each row from the router's `logits`. Returns the numbers of the chosen
     experts and the weights of the experts' outputs, both [rows, top_k]."""
-    if form != "deepseek":
+    has_plain_scores = not (experts.has_sigmoids or experts.is_corrected or experts.groups)
+    if has_plain_scores and experts.scale == 1.0:
         return choose_experts(logits, experts.top_k, experts.is_normalized)
     groups = experts.groups
     return choose_in_groups(
@@ -397,6 +397,7 @@ def choose(
         is_normalized=experts.is_normalized,
         groups=(groups.num, groups.top) if groups else None,
         scale=experts.scale,
+        has_sigmoids=experts.has_sigmoids,
         correction=correction,
     )
 

@@ -200,6 +200,7 @@ class TritonDecoder:
             is_normalized=experts.is_normalized,
             groups=(groups.num, groups.top) if groups else None,
             scale=experts.scale,
+            has_sigmoids=experts.has_sigmoids,
             correction=weights.correction,
         )
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)

@@ -34,7 +34,6 @@ from tandem.engine.executor.weights.rotary_rows import (
     RotatedRows,
     head_rows,
     query_rows,
-    rotary_order,
     rotary_rows,
     token_products,
 )
@@ -55,6 +54,7 @@ from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
+from tandem.models.config.rope import Rope
 from tandem.models.files import naming
 from tandem.models.gguf.tensors import GgufBlocks
 
@@ -234,20 +234,21 @@ class _Builder:
         if spec.linear is not None:
             return self._delta_layer(f"{name}.linear_attn", spec.linear, mlp, norms)
         if self._config.qk_norm:
-            norms["q_norm"] = self._norm_of_heads(f"{attention}.q_norm.weight")
-            norms["k_norm"] = self._norm_of_heads(f"{attention}.k_norm.weight")
+            norms["q_norm"] = self._head_norm(f"{attention}.q_norm.weight", spec.rope)
+            norms["k_norm"] = self._head_norm(f"{attention}.k_norm.weight", spec.rope)
         latent = gate = None
         qkv: tuple[Linear, ...]
         if self._config.latent is not None:
             parts = token_products(self._config.latent)
             qkv = tuple(self._of_latent(f"{attention}.{part}", rows) for part, rows in parts)
             latent = self._latent(attention, self._config.latent)
-        elif self._config.is_fused:
-            qkv = (self._rotary_first(tensors.linear(f"{attention}.qkv_proj")),)
+        elif self._config.has_fused_qkv:
+            qkv = self._rotary_first((tensors.linear(f"{attention}.qkv_proj"),), spec.rope)
         elif self._config.has_attention_gates:
-            qkv, gate = self._gated_qkv(attention)
+            qkv, gate = self._gated_qkv(attention, spec.rope)
         else:
-            qkv = tensors.joined(*(f"{attention}.{part}_proj" for part in "qkv"))
+            own = tensors.joined(*(f"{attention}.{part}_proj" for part in "qkv"))
+            qkv = self._rotary_first(own, spec.rope)
         return LayerWeights(
             qkv=qkv,
             attention_out=tensors.linear(f"{attention}.o_proj"),
@@ -265,24 +266,18 @@ class _Builder:
             return self._tensors.tensor(name)
         return self._tensors.floats(name) + self._config.norm_offset
 
-    def _norm_of_heads(self, name: str) -> torch.Tensor:
-        """Returns the weights of a norm of q or k, in the order of the elements of a head."""
-        order = None if self._config.is_fused else rotary_order(self._config)
-        norm = self.norm(name)
-        return norm if order is None else norm[order.to(norm.device)]
-
-    def _gated_qkv(self, name: str) -> tuple[tuple[Linear, ...], Linear]:
+    def _gated_qkv(self, name: str, rope: Rope) -> tuple[tuple[Linear, ...], Linear]:
         """Returns the matrices q, k and v, and the matrix of the gates on attention's output.
         q_proj has the rows of the query and then of the gate of each head."""
         size = self._config.head_dim
-        order = rotary_order(self._config)
         elements = torch.arange(size)
+        order = head_rows(self._config, rope)
         order = elements if order is None else order
         q, k = (self._tensors.tensor(f"{name}.{part}_proj.weight") for part in "qk")
         num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_kv_heads
-        queries = q[head_rows(num_heads, 2 * size, order).to(q.device)]
-        gates = q[head_rows(num_heads, 2 * size, size + elements).to(q.device)]
-        keys = k[head_rows(num_kv_heads, size, order).to(k.device)]
+        queries = q[_rows_of_heads(num_heads, 2 * size, order).to(q.device)]
+        gates = q[_rows_of_heads(num_heads, 2 * size, size + elements).to(q.device)]
+        keys = k[_rows_of_heads(num_kv_heads, size, order).to(k.device)]
         values = self._tensors.matrix(f"{name}.v_proj.weight")
         return (Linear(queries, None), Linear(keys, None), values), Linear(gates, None)
 
@@ -338,7 +333,7 @@ class _Builder:
         )
 
     def _mlp(self, name: str) -> Mlp:
-        if self._config.is_fused:
+        if self._config.has_fused_mlp:
             gate_up: tuple[Linear, ...] = (self._tensors.linear(f"{name}.gate_up_proj"),)
         else:
             gate_up = self._tensors.joined(f"{name}.gate_proj", f"{name}.up_proj")
@@ -350,14 +345,40 @@ class _Builder:
             shared = self._mlp(f"{layer}.{shared_mlp(experts)}")
         return load_experts(self._tensors, self._names, layer, experts, shared)
 
-    def _rotary_first(self, qkv: Linear) -> Linear:
-        rows = rotary_rows(self._config)
-        if rows is None:
-            return qkv
-        bias = None if qkv.bias is None else qkv.bias[rows.to(qkv.bias.device)]
-        if qkv.blocks is not None:
-            return replace(qkv, bias=bias, blocks=qkv.blocks.in_order(rows))
-        return Linear(qkv.weight[rows.to(qkv.weight.device)], bias)
+    def _rotary_first(self, parts: tuple[Linear, ...], rope: Rope) -> tuple[Linear, ...]:
+        """Returns the matrices with the rows of q, k and v in the order that the kernels expect.
+        `parts` are these three matrices, or one matrix with the rows of all three."""
+        orders = rotary_rows(self._config, rope)
+        if not orders:
+            return parts
+        if len(parts) == 1:
+            return (_with_rows(parts[0], orders["self_attn.qkv_proj"]),)
+        q, k, v = parts
+        return (
+            _with_rows(q, orders["self_attn.q_proj"]),
+            _with_rows(k, orders["self_attn.k_proj"]),
+            v,
+        )
+
+    def _head_norm(self, name: str, rope: Rope) -> torch.Tensor:
+        """Returns the weights of a norm of q or k, in the order of the elements of the heads."""
+        weight = self.norm(name)
+        if (of_head := head_rows(self._config, rope)) is None:
+            return weight
+        return weight.view(-1, self._config.head_dim)[:, of_head.to(weight.device)].flatten()
+
+
+def _with_rows(matrix: Linear, rows: torch.Tensor) -> Linear:
+    """Returns a matrix with the outputs `rows` of a matrix, in that order."""
+    bias = None if matrix.bias is None else matrix.bias[rows.to(matrix.bias.device)]
+    if matrix.blocks is not None:
+        return replace(matrix, bias=bias, blocks=matrix.blocks.in_order(rows))
+    return Linear(matrix.weight[rows.to(matrix.weight.device)], bias)
+
+
+def _rows_of_heads(num_heads: int, size: int, elements: torch.Tensor) -> torch.Tensor:
+    """Returns the rows `elements` of each head, in a matrix with `size` rows for each head."""
+    return (torch.arange(num_heads).unsqueeze(1) * size + elements).flatten()
 
 
 def _by_key_head(sizes: GatedDelta) -> torch.Tensor:
