@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,15 @@ from tests.toy_runner import ToyRunner, attend, logits_of
 STATE = "state"
 Windows = tuple[int | Literal["state"] | None, ...]  # "state": a state group; these come last
 _DELTA = GatedDelta(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=2, kernel=2)
+
+
+@dataclass(frozen=True, slots=True)
+class StatesInTwoPieces(StateLayout):
+    """A slot of two parts, each of which is transferred as a piece."""
+
+    @property
+    def num_pieces(self) -> int:
+        return 2
 
 
 def seen_before(position: int, window: int | None, visible: VisibleKeys | None) -> list[int]:
@@ -110,8 +120,8 @@ class GroupedToyRunner(ToyRunner):
     ) -> KvGroup:
         layers = tuple(range(10 * number, 11 * number + 1))
         if window == STATE:
-            states = StateLayout.of(
-                _DELTA, num_slots=num_blocks, num_layers=1, block_size=self.block_size
+            states = StatesInTwoPieces.of(
+                _DELTA, num_slots=num_blocks, num_layers=2, block_size=self.block_size
             )
             return KvGroup(layers, self.block_size + 1, states)
         layout = BlockLayout(num_blocks, 1, number + 1, self.block_size, 1, self.kv_dtype_name)

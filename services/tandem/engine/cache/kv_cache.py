@@ -57,6 +57,9 @@ class KvCache:
         self.has_windows = layout.has_windows
         self._state_groups = layout.state_groups
         self.has_states = bool(self._state_groups)
+        # (group, slot) of each quarantined slot -> the ids of the pieces that a pull may still
+        # write. The slot is free when the pull can write none of them.
+        self._unsafe_pieces: dict[tuple[int, int], set[int]] = {}
 
     def rates(self, step_tokens: int) -> WorkerRates:
         """Returns the rates that a worker with these pools reports until it has measured its
@@ -387,6 +390,7 @@ class KvCache:
     def release(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:
         """Drops the tables' references to their blocks. The blocks in `unsafe`, which a pull or a
         tier load may still write, stay in quarantine until `unquarantine`."""
+        self._note_unsafe(unsafe)
         for number, quarantined in enumerate(self._by_group(unsafe)):
             if tables:
                 pool = self.pools[number]
@@ -403,6 +407,7 @@ class KvCache:
             for pool, blocks in zip(self.pools, by_group, strict=True)
         ):
             return False
+        self._note_unsafe(unsafe)
         for pool, blocks, ids in zip(self.pools, by_group, tables.ids, strict=True):
             fresh = pool.allocate(len(blocks))
             assert fresh is not None
@@ -424,23 +429,38 @@ class KvCache:
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """Frees these blocks if they are quarantined. No pull can write them any more."""
-        for pool, blocks in zip(self.pools, self._by_group(block_ids), strict=True):
+        safe = dict.fromkeys(block_ids)
+        for slot, pieces in list(self._unsafe_pieces.items()):
+            pieces.difference_update(safe)
+            if not pieces:
+                del self._unsafe_pieces[slot]
+        by_group: list[list[int]] = [[] for _ in self.pools]
+        for group, local in dict.fromkeys(map(self.layout.locate, safe)):
+            if (group, local) not in self._unsafe_pieces:
+                by_group[group].append(local)
+        for pool, blocks in zip(self.pools, by_group, strict=True):
             pool.unquarantine(blocks)
+
+    def _note_unsafe(self, block_ids: Iterable[int]) -> None:
+        """Records which pieces of quarantined slots a pull may still write."""
+        for block_id in block_ids if self.has_states else ():
+            slot = self.layout.locate(block_id)
+            if slot[0] in self._state_groups:
+                self._unsafe_pieces.setdefault(slot, set()).add(block_id)
 
     def global_ids(self, tables: BlockTables, first: int = 0) -> list[int]:
         """Returns the blocks of the tables from index `first` on, group after group, as ids that
         are unique among the pools."""
         return [
-            start + block
-            for number, start in enumerate(self.layout.first_ids)
+            block_id
+            for number in range(len(self.pools))
             if tables
-            for block in tables.held(number, first)
+            for block_id in self.layout.global_ids(number, tables.held(number, first))
         ]
 
     def _by_group(self, block_ids: Iterable[int]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in self.pools]
-        for block_id in dict.fromkeys(block_ids):
-            group, local = self.layout.locate(block_id)
+        for group, local in dict.fromkeys(map(self.layout.locate, block_ids)):
             found[group].append(local)
         return found
 

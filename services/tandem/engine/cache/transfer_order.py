@@ -33,22 +33,29 @@ def transfer_order(
         return tables.ids[0][first:end]
     layout = tables.budget or layout
     groups = [
-        (start, ids, group.kept_blocks, group.first_seen(depth * layout.block_size))
-        for number, (start, ids, group) in enumerate(
-            zip(layout.first_ids, tables.ids, layout.groups, strict=True)
+        (
+            layout.global_ids(number, ids),
+            group.num_pieces,
+            group.kept_blocks,
+            group.first_seen(depth * layout.block_size),
         )
+        for number, (ids, group) in enumerate(zip(tables.ids, layout.groups, strict=True))
         if number not in tables.states
     ]
     return [
-        start + ids[index]
+        block_id
         for index in range(first, end)
-        for start, ids, kept, seen in groups
+        for ids, num_pieces, kept, seen in groups
         if index < kept or index >= seen
+        for block_id in ids[index * num_pieces : (index + 1) * num_pieces]
     ]
 
 
 def running_states(layout: KvLayout, tables: BlockTables) -> list[int]:
-    """Returns the slots of a sequence's running states, one for each state group. The ids are
-    unique among the pools. Empty for a chain without a sequence."""
-    first_ids = layout.first_ids
-    return [first_ids[group] + tables.ids[group][0] for group in tables.states]
+    """Returns the ids, unique among the pools, of the pieces of a sequence's running states. Empty
+    for a chain without a sequence."""
+    return [
+        block_id
+        for group in tables.states
+        for block_id in layout.global_ids(group, tables.ids[group])
+    ]

@@ -16,7 +16,8 @@ So for all other code, a state group is a group with a window of one block, in w
 cached.
 
 All pools lie in one span of memory. Block ids are unique among the pools: the ids of a group follow
-those of the group before.
+those of the group before. A slot has several consecutive ids, one for each piece in which it is
+transferred, so that no read is much larger than others.
 
     ids      [ group 0: 0 .. n0 - 1 | group 1: n0 .. n0 + n1 - 1 | ... ]
     memory   [ pool of group 0      | pool of group 1            | ... ]
@@ -66,6 +67,11 @@ class KvGroup:
     def has_states(self) -> bool:
         """True for a state group."""
         return isinstance(self.layout, StateLayout)
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of block ids of a block or slot among all pools. It is 1 for a block."""
+        return self.layout.num_pieces if isinstance(self.layout, StateLayout) else 1
 
     def first_seen(self, num_tokens: int) -> int:
         """Returns the index of the first block in the window of the next token after `num_tokens`
@@ -188,16 +194,31 @@ class KvLayout:
     @property
     def first_ids(self) -> list[int]:
         """For each group, the smallest id of its blocks. Ids are unique among all pools."""
-        return list(accumulate(self.sizes, initial=0))[:-1]
+        sizes = (group.layout.num_blocks * group.num_pieces for group in self.groups)
+        return list(accumulate(sizes, initial=0))[:-1]
+
+    def global_ids(self, group: int, block_ids: Sequence[int]) -> list[int]:
+        """Returns the ids among all pools of blocks that have the ids `block_ids` in the pool of
+        their group. A slot has several."""
+        first = self.first_ids[group]
+        num_pieces = self.groups[group].num_pieces
+        if num_pieces == 1:
+            return [first + block_id for block_id in block_ids]
+        return [
+            first + block_id * num_pieces + piece
+            for block_id in block_ids
+            for piece in range(num_pieces)
+        ]
 
     def locate(self, block_id: int) -> tuple[int, int]:
         """Returns a block's group and its id in the group's pool. `block_id` is its id among all
-        pools. Raises ValueError for an unknown id."""
+        pools, or the id of a piece of a slot. Raises ValueError for an unknown id."""
         local = block_id
         for number, group in enumerate(self.groups):
-            if 0 <= local < group.layout.num_blocks:
-                return number, local
-            local -= group.layout.num_blocks
+            num_ids = group.layout.num_blocks * group.num_pieces
+            if 0 <= local < num_ids:
+                return number, local // group.num_pieces
+            local -= num_ids
         raise ValueError(f"block id is {block_id}; it must be from 0 to {self.num_blocks - 1}")
 
     @property
@@ -207,7 +228,8 @@ class KvLayout:
 
     @property
     def num_blocks(self) -> int:
-        return sum(self.sizes)
+        """Number of block ids. A slot has one for each of its pieces."""
+        return self.spans.num_blocks
 
     @property
     def block_bytes(self) -> int:
@@ -220,9 +242,15 @@ class KvLayout:
 
     @property
     def spans(self) -> BlockSpans:
-        """The position in memory of each block, by its id among all pools."""
+        """The position in memory of each block or piece of a slot, by its id among all pools."""
         return BlockSpans(
-            tuple((group.layout.num_blocks, group.layout.block_bytes) for group in self.groups)
+            tuple(
+                (
+                    group.layout.num_blocks * group.num_pieces,
+                    group.layout.block_bytes // group.num_pieces,
+                )
+                for group in self.groups
+            )
         )
 
     def describe(self) -> str:

@@ -10,7 +10,9 @@ head, so the value heads of a key head have equal shares of its channels. A part
 multiple of 64 bytes.
 
 A slot is to a state group what a block is to other groups. So the bytes of a slot are contiguous,
-and a tensor-parallel rank has neighbouring heads of it.
+and a tensor-parallel rank has neighbouring heads of it. A slot of a large model has many times the
+bytes of a block. So it is transferred in pieces (`num_pieces`), each of which has a block id of its
+own (kv_groups.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tandem.models.config.linear_attention import GatedDelta
 
 _ITEM_BYTES = 4
 _ALIGNMENT_BYTES = 64
+PIECE_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,18 @@ class StateLayout(BlockLayout):
         (keys, values), (taps, channels) = self.matrix_shape, self.conv_shape
         num_bytes = _ITEM_BYTES * (keys * values + taps * channels)
         return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of equal size into which a slot is divided for transfers. A piece has
+        whole parts, and at most PIECE_BYTES_MAX bytes if a part has no more."""
+        num_parts = self.num_kv_heads * self.num_layers
+        return next(
+            num
+            for num in range(1, num_parts + 1)
+            if num_parts % num == 0
+            and (self.block_bytes // num <= PIECE_BYTES_MAX or num == num_parts)
+        )
 
     def describe(self) -> str:
         (keys, values), (taps, channels) = self.matrix_shape, self.conv_shape
