@@ -265,4 +265,8 @@ def _take(waiting: dict[bytes, None], count: int) -> list[bytes]:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("publishing to the prefix tree has ended because of an error", exc_info=error)
+        logger.error(
+            "publishing to the prefix tree has ended because of an error; restart this worker to "
+            "publish again",
+            exc_info=error,
+        )

@@ -85,7 +85,7 @@ async def test_holds_requests_while_there_is_no_decode_worker(setup: Setup) -> N
     )
     assert [a.status_code for a in answers] == [503] * 3
     messages = [a.json()["error"]["message"] for a in answers]
-    assert sorted("already wait for one" in m for m in messages) == [False, False, True]
+    assert sorted("already wait for a decode worker" in m for m in messages) == [False, False, True]
     assert all("retry-after" in a.headers for a in answers)
 
 

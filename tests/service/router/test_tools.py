@@ -156,9 +156,9 @@ def forced(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("field", "value", "says_what"),
     [
-        ("tool_choice", "always", "required, or one of the tools"),
+        ("tool_choice", "always", 'required" or one of the tools'),
         ("tool_choice", forced("other"), "no tool with the name 'other'"),
-        ("tool_choice", {"type": "function"}, "required, or one of the tools"),
+        ("tool_choice", {"type": "function"}, 'required" or one of the tools'),
         ("tools", [{"type": "web_search"}], 'must be "function"'),
         ("tools", [{"type": "function", "function": {"parameters": {}}}], "must have a name"),
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}], "schema"),

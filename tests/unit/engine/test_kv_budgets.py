@@ -171,9 +171,9 @@ def test_it_holds_no_more_than_its_budget() -> None:
     assert outcome.token_ids["a"] == continuation(
         spec.token_ids, 40, (None,), budget=spec.kv_budget
     )
-    with pytest.raises(NeverFits, match="holds 32 tokens"):
+    with pytest.raises(NeverFits, match="holds only 32 tokens"):
         engine.add(make_spec("b", list(range(60)), max_tokens=40))
-    with pytest.raises(NeverFits, match="holds 32 tokens"):
+    with pytest.raises(NeverFits, match="holds only 32 tokens"):
         engine.add(make_spec("c", list(range(60)), kv_budget=KvBudget(40, 0)))
 
 

@@ -97,7 +97,9 @@ class Mamba2Case:
 
         self.x = normal(self.num_rows, self.heads, self.head_dim)
         self.dt = normal(self.num_rows, self.heads)
-        self.b, self.c = (normal(self.num_rows, self.groups, self.d_state) for _ in range(2))
+        self.b, self.c = (
+            normal(self.num_rows, self.groups, self.d_state) * self.d_state**-0.5 for _ in range(2)
+        )
         self.a_log, self.d, self.dt_bias = (normal(self.heads) - shift for shift in (3.0, 0.0, 1.0))
         self.states = normal(NUM_SLOTS, self.heads, self.d_state, self.head_dim)
 

@@ -62,7 +62,7 @@ async def test_a_drain_that_goes_on_says_why_and_ends_at_its_deadline(
     deadline = time.monotonic() + 600
     draining = asyncio.create_task(drain(held, held, lambda: deadline))
     async with asyncio.timeout(10):
-        while "waiting for leases of decode-0 queued: 1" not in caplog.text:  # noqa: ASYNC110
+        while "waits for leases of decode-0 queued: 1" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         deadline = time.monotonic()  # another request to stop
         await draining

@@ -21,7 +21,7 @@ def _check_tool(tool: object) -> object:
         raise _wrong('its type must be "function"')
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise _wrong("it must have a function, which is an object")
+        raise _wrong("its function must be an object")
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise _wrong("its function must have a name")
     if not isinstance(function.get("description"), str | None):

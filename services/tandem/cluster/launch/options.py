@@ -77,8 +77,8 @@ class LaunchOptions(Options):
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
     """Number of routers. With --listen, each router needs a host of its own."""
     workers_per_gpu: PositiveOrNone = None
-    """Largest number of workers on one GPU. 0 with --device auto: no limit. 0 with --device cuda:
-    one, or two if this is the only machine and has only one GPU."""
+    """Largest number of workers on one GPU. 0: no limit, unless --device is cuda. 0 with --device
+    cuda: two if --listen is not set and the machine has only one GPU, else one."""
     host: str = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000

@@ -53,9 +53,9 @@ def parse_labels(text: str) -> tuple[str, ...]:
     for label in labels:
         if not _LABEL.fullmatch(label) or label.startswith(_OWN):
             raise ConfigError(
-                f"the label {label[:80]!r} must be NAME=VALUE; each side may have 1 to 63 letters, "
-                "digits, '-', '_' and '.', begins and ends with a letter or digit, and NAME must "
-                "not begin with ray.io or tandem-"
+                f"the label {label[:80]!r} must be NAME=VALUE; NAME and VALUE must each have 1 to "
+                "63 letters, digits, '-', '_' and '.', and must begin and end with a letter or "
+                "digit; NAME must not begin with ray.io or tandem-"
             )
     return labels
 

@@ -185,7 +185,7 @@ class Agent:
         member_id = self._member.member_id
         if (found := process.find(member_id, self._run_folder)) is not None:
             log.info(
-                "%s already runs as process %d; this agent now watches that process",
+                "%s already runs as process %d; this Ray actor now watches that process",
                 member_id,
                 found.pid,
             )

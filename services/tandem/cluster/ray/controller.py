@@ -265,8 +265,8 @@ class PoolController:
             self.report(*ray.get(agent.status.remote(), timeout=30))
         except ray.exceptions.RayError as error:
             log.warning(
-                "the state of a process is unknown until the Ray actor that watches the process "
-                "answers: %s",
+                "the Ray actor that watches a process did not answer, so the state of the process "
+                "is unknown until the actor reports a change: %s",
                 error,
             )
 

@@ -134,11 +134,11 @@ class EngineOptions(Options):
     """File with keys that encrypt copies of KV blocks outside main memory. Each line is one key of
     64 hexadecimal digits. New copies are encrypted with the first key. Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "value"
-    """Policy for copies of evicted KV blocks in memory, on disk and in the object store. The policy
-    value copies only blocks that were used twice or are likely to be reused, and first drops copies
-    that are rarely used and cheap to recompute. The policies lru, prefix and priority copy all
-    evicted blocks; they first drop the least recently used copy (lru), the last copy of the longest
-    prefix (prefix), or the copy with the lowest kv_priority (priority)."""
+    """Which evicted KV blocks are copied to memory, disk and the object store, and which copies are
+    dropped first. value: copies blocks that were used twice or are likely to be reused; first drops
+    copies that are rarely used and cheap to recompute. lru: copies all; first drops the least
+    recently used copy. prefix: copies all; first drops the copy with the most tokens before it.
+    priority: copies all; first drops the copy with the lowest kv_priority."""
     kv_pin_share: PinShare = 0.5
     """Largest share of the KV cache, and of each tier, that requests may protect from eviction: 0
     to 1."""

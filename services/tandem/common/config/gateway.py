@@ -63,8 +63,8 @@ class GatewayOptions(Options):
     def check_together(self) -> None:
         if self.endpoint_picker and self.front_of:
             raise ConfigError(
-                "endpoint-picker and front-of cannot both be set: an endpoint picker serves no "
-                "requests, but the front of a decode worker does"
+                "endpoint-picker and front-of cannot both be set; remove one of them: an endpoint "
+                "picker serves no requests, and the front of a decode worker serves requests"
             )
         if self.endpoint_picker:
             self.picker_address()

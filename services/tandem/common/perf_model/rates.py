@@ -113,8 +113,8 @@ class WorkerRates(msgspec.Struct, frozen=True):
     decode: DecodeRate = DecodeRate()
     step_tokens: int = 512  # largest number of tokens in a step
     block_bytes: int = 0  # bytes of one block's KV in all layers together
-    # True: enough steps with prefill were measured. False: the rates are defaults, or fitted to a few
-    # steps, so no request is refused because of them.
+    # True: enough steps with prefill were measured. False: the rates are defaults, or fitted to
+    # only a few steps, so no request is refused because of them.
     measured: bool = False
     # one entry for each group of layers with sliding-window attention
     windows: tuple[WindowBytes, ...] = ()

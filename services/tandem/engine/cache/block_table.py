@@ -119,7 +119,8 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
     """Raises InternalError if a block in `unsafe` is not one of the sequence's `own` blocks."""
     if strangers := set(unsafe).difference(own):
         raise InternalError(
-            f"the unsafe blocks {sorted(strangers)} do not belong to sequence {sequence_id}"
+            f"blocks {sorted(strangers)} are given as unsafe blocks of sequence {sequence_id}, but "
+            "do not belong to it"
         )
 
 

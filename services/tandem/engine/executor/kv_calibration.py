@@ -66,7 +66,8 @@ def key_channels(folder: ModelFolder) -> KeyChannels:
     config = folder.config
     if config.head_dim % 16:
         raise ConfigError(
-            f"kv-dtype int4 needs a head size that is a multiple of 16; it is {config.head_dim}"
+            "kv-dtype int4 needs a head size that is a multiple of 16, but this model's head size "
+            f"is {config.head_dim}; set another kv-dtype"
         )
     cached = cache_root() / "kv_calibration" / f"{folder.fingerprint}-{_VERSION}.safetensors"
     for file in (folder.path / FILE, cached):

@@ -225,7 +225,8 @@ class ModelRunner:
             self._pool_fd = fd = create_shared() if pool_fd is None else pool_fd
             if fd is None:
                 raise ConfigError(
-                    "tensor-parallel: this system has no memfd, so ranks cannot share memory"
+                    f"tensor-parallel is {config.tensor_parallel}, but ranks cannot share memory, "
+                    "because this system has no memfd; set tensor-parallel to 1"
                 )
             self._members = Members(folder, config, fd, partial(self._end_with_rank, on_rank_end))
             pin_to_share(config, 0)

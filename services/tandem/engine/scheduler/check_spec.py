@@ -64,7 +64,8 @@ def check_spec(
         )
     if num_tokens > max_model_len:
         raise ContextTooLong(
-            f"the sequence has {num_tokens} tokens; the context is {max_model_len} tokens"
+            f"the sequence has {num_tokens} tokens; it may have at most {max_model_len}, the size "
+            "of the context"
         )
     _check_numbers(spec.sampling)
     _check_edits(spec, vocab_size)
@@ -122,9 +123,8 @@ def _check_budget(budget: KvBudget, layout: KvLayout, why_no_budgets: str) -> No
     least = least_tokens(budget.sinks, layout.block_size)
     if budget.tokens < least:
         raise BadRequest(
-            f"kv_budget has {budget.tokens} tokens; with the policy {budget.policy}, "
-            f"{budget.sinks} sinks and blocks of {layout.block_size} tokens it must have at least "
-            f"{least}",
+            f"kv_budget has {budget.tokens} tokens; it must have at least {least} for the policy "
+            f"{budget.policy}, {budget.sinks} sinks and KV blocks of {layout.block_size} tokens",
             param="kv_budget",
         )
 
@@ -141,7 +141,8 @@ def _check_pool(spec: SequenceSpec, layout: KvLayout, max_model_len: int) -> Non
     if spec.mode is Mode.PREFILL_ONLY:
         if len(spec.token_ids) > capacity:
             raise NeverFits(
-                f"the prompt has {len(spec.token_ids)} tokens; the KV pool holds {pool}",
+                f"the prompt has {len(spec.token_ids)} tokens, but the KV pool holds only {pool}; "
+                "send a shorter prompt",
                 param="prompt",
             )
         return
@@ -149,7 +150,8 @@ def _check_pool(spec: SequenceSpec, layout: KvLayout, max_model_len: int) -> Non
     num_tokens = min(spec.num_prompt_tokens + max_tokens, max_model_len)
     if num_tokens > capacity:
         raise NeverFits(
-            f"a prompt of {spec.num_prompt_tokens} tokens and max_tokens of {max_tokens} "
-            f"can take {num_tokens} tokens; the KV pool holds {pool}",
+            f"a prompt of {spec.num_prompt_tokens} tokens with max_tokens {max_tokens} can grow "
+            f"to {num_tokens} tokens, but the KV pool holds only {pool}; send a shorter prompt "
+            "or a lower limit",
             param="max_tokens" if spec.num_prompt_tokens < capacity else "prompt",
         )

@@ -95,8 +95,8 @@ def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int
     of_token = [kv_rank + rope, kv_rank]
     if usual not in (of_token, [None, None]):
         raise UnsupportedModel(
-            f"{attention}.key_length and value_length are {usual!r:.80}; because the file also has "
-            f"key_length_mla, they must be {of_token}, the sizes of a token's latent"
+            f"{attention}.key_length and value_length are {usual!r:.80}; in a file with "
+            f"key_length_mla they must be {of_token}, the sizes of a token's latent"
         )
     return own[0], own[1]
 

@@ -78,15 +78,15 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
         tokens_max = around + 64 + _TOKENS_PER_BYTE_MAX * len(text.encode())
         if len(ids) > tokens_max:
             raise ConfigError(
-                f"its rules make {len(ids)} tokens of the text {json.dumps(shown)}; at most "
-                f"{tokens_max} are allowed"
+                f"its rules turn the text {json.dumps(shown)} into {len(ids)} tokens; at most "
+                f"{tokens_max} tokens are allowed"
             )
         num_characters = len(tokenizer.decode(ids))
         characters_max = 64 + _CHARACTERS_PER_TOKEN_MAX * len(ids)
         if num_characters > characters_max:
             raise ConfigError(
-                f"its decoder makes {num_characters} characters of {len(ids)} tokens; at most "
-                f"{characters_max} are allowed"
+                f"its decoder turns {len(ids)} tokens into {num_characters} characters; at most "
+                f"{characters_max} characters are allowed"
             )
         if time.monotonic() - began > TEXTS_S:
             raise ConfigError(f"its rules take more than {TEXTS_S:g} s for a few short texts")

@@ -97,7 +97,8 @@ def _parsed(handler: Any, body: bytes, method: str) -> Any:
         return parse(body) if parse else body
     except (DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(
-            f"the request of {method} is not a valid message with strings in UTF-8: {error}"
+            f"the request of {method} is not a message of this method, or has a string that is not "
+            f"UTF-8: {error}"
         ) from None
 
 

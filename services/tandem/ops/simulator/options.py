@@ -131,7 +131,8 @@ class SimulateOptions(Options):
         sizes = self._tier_blocks(rates.block_bytes)
         if sizes and rates.windows:
             raise UsageError(
-                "--rates: KV cache tiers cannot be simulated for a model with sliding windows"
+                "--rates: KV cache tiers cannot be simulated for a model with sliding windows; "
+                "leave out --kv-host-memory, --kv-disk-size and --kv-store"
             )
         rates = msgspec.structs.replace(rates, tiers=self._tier_rates(rates, sizes))
         scenario = Scenario(
@@ -168,9 +169,10 @@ class SimulateOptions(Options):
             raise UsageError("--rates: the file must set block_bytes to simulate KV cache tiers")
         for name, size in sizes.items():
             if 0 < size < block_bytes:
+                option = "--kv-host-memory" if name == HOST else "--kv-disk-size"
                 raise UsageError(
-                    f"the {name} tier has {size} bytes, but one KV block needs {block_bytes} "
-                    "bytes; set the size of the tier to at least that of one block, or to 0"
+                    f"{option} is {size}; it must be 0 or at least {block_bytes}, the size of one "
+                    "KV block in bytes"
                 )
         blocks = {name: size // block_bytes for name, size in sizes.items() if size}
         return blocks | ({STORE: KNOWN_IN_STORE} if self.kv_store else {})

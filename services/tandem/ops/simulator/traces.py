@@ -221,7 +221,5 @@ def _read_azure(row: dict[str, str], next_ids: Iterator[int]) -> Arrival:
 def _positive(value: object) -> int:
     number = int(str(value))
     if number < 1:
-        raise ValueError(
-            f"a request has {number} tokens in its prompt or answer; each must have at least 1"
-        )
+        raise ValueError(f"the prompt or the answer has {number} tokens; both must have at least 1")
     return number

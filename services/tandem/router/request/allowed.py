@@ -25,8 +25,8 @@ ALLOWED = {
     'and a content that is a string or a list of {"type": "text", "text": ...} parts',
     "tools": f'a list of at most {TOOLS_MAX} tools such as {{"type": "function", "function": '
     '{"name": ..., "parameters": ...}}',
-    "tool_choice": "auto or none; if the request has tools, also required, or one of the tools, "
-    'such as {"type": "function", "function": {"name": ...}}',
+    "tool_choice": '"auto" or "none"; or, if the request has tools, "required" or one of the '
+    'tools, such as {"type": "function", "function": {"name": ...}}',
     "function": "the name of one of the tools, and only with tool_choice=required",
     "parallel_tool_calls": "true or false",
     "reasoning_effort": f"one of {', '.join(REASONING_EFFORTS)}",

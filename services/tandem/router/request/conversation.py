@@ -104,7 +104,7 @@ class Conversation:
             raise refusal("tools", why=f"a list of {len(self.tools)} tools")
         if self.tool_choice == "required" and not self.tools:
             raise BadRequest(
-                f"{refusal('tool_choice').message}; the request has no tools",
+                'tool_choice must be "auto" or "none", because the request has no tools',
                 param="tool_choice",
             )
         if self.only_tool and not self.callable_tools:

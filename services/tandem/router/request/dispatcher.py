@@ -509,8 +509,8 @@ class PendingQueue:
         """
         if not is_begun and self.num_pending >= self._config.hold_requests_max:
             raise NoWorkers(
-                f"no decode worker is ready, and no further request may wait for one: "
-                f"{self.num_pending} requests already wait for one; try again later",
+                f"no decode worker is ready, and the queue is full: {self.num_pending} requests "
+                "already wait for a decode worker; try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
         deadline_s = self._config.hold_deadline_s

@@ -98,8 +98,9 @@ class NixlAgent:
         """
         if mode is None:
             raise Incompatible(
-                "NIXL can reach no other worker: the kernel or UCX_TLS forbids CMA, and this host "
-                "has no active RDMA port"
+                "NIXL can reach no other worker: neither CMA (reading the memory of other "
+                "processes) nor RDMA can be used here; the lines CMA and RDMA of `tandem doctor` "
+                "show why"
             )
         nixl = load_nixl()
         if memory == "VRAM":

@@ -294,8 +294,8 @@ class BlockReader:
         for active in self._pulls.values():
             if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):
                 raise BadRequest(
-                    "a new pull is refused, because the pull "
-                    f"{active.pull.pull_id} already writes to one of its target blocks"
+                    f"the new pull is refused: the pull {active.pull.pull_id} already writes to a "
+                    "block that is also a target of the new pull"
                 )
         if fenced := self._fence.fenced(pull.local_block_ids):
             raise BadRequest(

@@ -38,7 +38,7 @@ async def drain(
         if now - told > _TELL_S:
             told = now
             log.info(
-                "draining for %.0f s, still waiting for %s",
+                "draining has taken %.0f s so far and still waits for %s",
                 now - began,
                 describe(decode, prefill, now),
             )

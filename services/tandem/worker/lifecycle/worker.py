@@ -227,7 +227,8 @@ class Worker:
     def _compose(self, ready: messages.Ready) -> None:
         config = self.config
         log.info(
-            "engine loaded: %s kernels compute in %s, %d blocks of %d KiB; load times in ms: %s",
+            "engine loaded: kernels: %s; data type: %s; KV pool: %d blocks of %d KiB each; load "
+            "times in ms: %s",
             ready.kernels,
             ready.compute_dtype,
             ready.num_blocks,

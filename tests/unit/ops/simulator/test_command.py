@@ -97,7 +97,10 @@ def test_tiers_have_a_table_of_their_own_and_refuse_windows(
         ([str(MOONCAKE), "--fault", "1:nobody:down"], "no worker nobody"),
         ([str(MOONCAKE), "--fault", "soon"], "SECONDS:WORKER"),
         ([str(MOONCAKE), "--autoscale", "--decode", "0"], "autoscale-decode-max, which is 0"),
-        ([str(MOONCAKE), "--kv-host-memory", "1000"], "one KV block needs 67108864"),
+        (
+            [str(MOONCAKE), "--kv-host-memory", "1000"],
+            "--kv-host-memory is 1000; it must be 0 or at least 67108864",
+        ),
     ],
 )
 def test_a_bad_option_is_named(

@@ -409,12 +409,12 @@ def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
-    """Multiplies the logits by a factor and caps the logits, if the model's config says so.
-    `logits` has the products with the output matrix."""
+    """Multiplies the logits by a factor and caps them, in place, if the model's config says so.
+    `logits` has the products with the output matrix, fp32."""
     if config.multipliers.logits != 1.0:
-        logits = logits * config.multipliers.logits
+        logits *= config.multipliers.logits
     if config.logit_cap is not None:
-        logits = torch.tanh(logits / config.logit_cap) * config.logit_cap
+        logits.div_(config.logit_cap).tanh_().mul_(config.logit_cap)
     return logits
 
 

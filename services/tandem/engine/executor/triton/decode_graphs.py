@@ -1,20 +1,16 @@
 """Runs decode steps as CUDA graphs, with one graph for each of several batch sizes.
 
-The host takes longer to launch the many small kernels of a decode step than the device takes to run
-them. So a graph records these kernels once, with every tensor at a fixed address. A step copies its
-inputs to these addresses and replays the graph with a single launch. A batch is padded to the next
-recorded size: with sizes 1, 2, 4 and 8, a batch of 5 sequences replays the graph of 8.
-
-Without CUDA, that is, in Triton's interpreter, nothing is recorded and the kernels run directly.
+A batch is padded to the next recorded size: with sizes 1, 2, 4 and 8, a batch of 5 sequences
+replays the graph of 8.
 """
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
+from tandem.engine.executor.triton.graph import Recording, StepGraph
 from tandem.engine.executor.triton.inputs import DecodeRows, StepShape, StepViews
 from tandem.engine.executor.triton.tuning_shapes import tuned_context
 from tandem.engine.scheduler.batch import SequenceSlice
@@ -38,7 +34,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Callable[[StepViews], torch.Tensor],
+        recording: Recording,
         *,
         num_seqs_max: int,
         max_model_len: int,
@@ -61,12 +57,11 @@ class DecodeGraphs:
             )
 
         # The largest graph is recorded first, so that later graphs reuse its memory.
-        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._buckets = [
-            _Bucket(shape, forward, block_size, num_blocks, context_of(shape), device, pool, rows)
+            _Bucket(shape, recording, block_size, num_blocks, context_of(shape), device, rows)
             for shape in reversed(shapes)
         ][::-1]
-        if pool is not None:
+        if device.type == "cuda":
             sizes = ", ".join(map(str, self._sizes))
             log.info("recorded CUDA graphs of decode steps with %s sequences", sizes)
 
@@ -81,7 +76,7 @@ class DecodeGraphs:
         )
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Returns fp32 logits [slices, vocab]. They are valid until the next call."""
+        """Returns fp32 logits [slices, vocab]. They are valid until a graph runs again."""
         bucket = self._buckets[bisect_left(self._sizes, len(slices))]
         return bucket.run(slices)[: len(slices)]
 
@@ -90,12 +85,11 @@ class _Bucket:
     def __init__(
         self,
         shape: StepShape,
-        forward: Callable[[StepViews], torch.Tensor],
+        recording: Recording,
         block_size: int,
         num_blocks: int,
         context_len: int,
         device: torch.device,
-        pool: Any,
         rows: type[DecodeRows] = DecodeRows,
     ) -> None:
         """The graph is recorded with contexts of `context_len` tokens."""
@@ -104,12 +98,12 @@ class _Bucket:
         self._rows = rows(self._on_host, shape)
         self._on_device = torch.zeros_like(self._on_host, device=device)
         self._views = StepViews.of(self._on_device, shape)
-        self._forward = forward
         self._block_size = block_size
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph = StepGraph(self._views, recording)
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         if is_cuda:
-            self._record(num_blocks, context_len, pool)
+            self._views.context_lens.fill_(context_len)
+            self._graph.record(block_size, num_blocks, context_len)
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         if self._copied is not None:
@@ -119,10 +113,7 @@ class _Bucket:
         self._copy(changed)
         if self._copied is not None:
             self._copied.record()
-        if self._graph is None:
-            return self._forward(self._views)
-        self._graph.replay()
-        return self._logits
+        return self._graph.run()
 
     def _copy(self, changed: Sequence[tuple[int, int, int, int]]) -> None:
         """Copies the inputs to the device: of the block tables, only what has changed, unless one
@@ -137,27 +128,3 @@ class _Bucket:
             start = num_others + (group * shape.num_seqs + row) * shape.table_width
             part = slice(start + first, start + end)
             self._on_device[part].copy_(self._on_host[part], non_blocking=True)
-
-    def _record(self, num_blocks: int, context_len: int, pool: Any) -> None:
-        """Records the graph. The kernels first run once without recording, which compiles and tunes
-        them over contexts of `context_len` tokens.
-
-        The run stores no KV in the pool.
-        """
-        views = self._views
-        views.slots.fill_(-1)
-        # The blocks of one sequence after those of the sequence before, as far as there are blocks.
-        width = -(-context_len // self._block_size)
-        firsts = torch.arange(views.shape.num_seqs)[:, None] * width
-        tables = firsts + torch.arange(views.shape.table_width)
-        views.block_tables.copy_(tables % num_blocks)
-        views.context_lens.fill_(context_len)
-        views.logit_rows.copy_(torch.arange(views.shape.num_logits))
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._forward(views)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._logits = self._forward(views)

@@ -91,9 +91,10 @@ class TritonDecoder:
         pools: Sequence[KvPool],
         on_kv_launched: Callable[[], object] = _nothing,
         lora: AddsLora = NO_LORA,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes a step. Writes the tokens' KV to `pools`, one pool for each KV group. Returns
-        fp32 logits [rows of step.logit_rows, vocab].
+        fp32 logits [rows of step.logit_rows, vocab]: in `out` if it is given.
 
         `on_kv_launched` is called when all kernels that write KV are launched; with several ranks,
         when this rank has also heard from all others after theirs.
@@ -153,7 +154,8 @@ class TritonDecoder:
         self.final_hidden = final
         output = Linear(self._weights.output, None, self._weights.output_blocks)
         logits = self._ranks.gather(product(final, output), self._config.vocab_size)
-        return final_logits(self._config, logits.float())
+        logits = logits.float() if out is None else out.copy_(logits)
+        return final_logits(self._config, logits)
 
     def _with_stacked_experts(self, layer: LayerWeights) -> LayerWeights:
         """Stores the experts of the next layer in `self._experts`. Returns the layer without them,

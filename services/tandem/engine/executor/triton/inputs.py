@@ -13,8 +13,8 @@ logits. A block table has M entries. Each of the G KV groups has its own slots a
     logit_rows           [L]          the token row from which each row of logits is computed
     block_tables         [G, S, M]    the block ids of each sequence
 
-A decode step that replays a CUDA graph gets padding rows up to the number of rows of the graph. A
-padding row has an empty context, and no KV is stored for it.
+A step that replays a CUDA graph gets padding rows up to the number of rows of the graph. No KV is
+stored for padding.
 """
 
 from __future__ import annotations
@@ -81,43 +81,69 @@ class StepViews:
 
 def write_step(batch: StepBatch, block_size: int) -> StepViews:
     """Writes a batch to a new array on the host, and returns the views of its parts."""
-    slices = _in_order(batch)
-    shape = StepShape(
+    shape = shape_of(batch)
+    views = StepViews.of(torch.empty(sum(shape.sizes), dtype=torch.int32), shape)
+    fill(views, batch, block_size)
+    return views
+
+
+def shape_of(batch: StepBatch) -> StepShape:
+    """Returns the shape of a batch without padding."""
+    return StepShape(
         num_tokens=batch.num_tokens,
-        num_seqs=len(slices),
-        num_single=sum(piece.num_tokens == 1 for piece in slices),
-        num_logits=sum(piece.num_logits for piece in slices),
-        table_width=max(len(table) for piece in slices for table in piece.block_tables),
-        num_groups=len(slices[0].block_tables),
+        num_seqs=len(batch.slices),
+        num_single=sum(piece.num_tokens == 1 for piece in batch.slices),
+        num_logits=sum(piece.num_logits for piece in batch.slices),
+        table_width=max(len(table) for piece in batch.slices for table in piece.block_tables),
+        num_groups=len(batch.slices[0].block_tables),
     )
-    views = StepViews.of(torch.zeros(sum(shape.sizes), dtype=torch.int32), shape)
+
+
+def fill(views: StepViews, batch: StepBatch, block_size: int) -> None:
+    """Writes a batch to views on the host, which may have more rows than the batch: padding.
+
+    Padding among the D single tokens has an empty context. Padding after the rows of the chunks is
+    a chunk of its own, which sees block 0, so that no row is left without numbers; the shape must
+    have room for this chunk. No KV is stored for padding.
+    """
+    shape = views.shape
+    for part in (views.array, views.block_tables):
+        part.zero_()
+    views.slots.fill_(-1)
     token_ids = views.token_ids.numpy()
     positions = views.positions.numpy()
     slots = views.slots.numpy()
     tables = views.block_tables.numpy()
     starts = views.query_starts.numpy()
-    row = 0
+    context_lens = views.context_lens.numpy()
+    seq = row = 0
     last_rows = {}
-    for i, piece in enumerate(slices):
+    for piece in _in_order(batch):
+        if piece.num_tokens > 1 and seq < shape.num_single:
+            seq = row = shape.num_single
         rows = slice(row, row + piece.num_tokens)
         token_ids[rows] = piece.token_ids
-        positions[rows] = np.arange(piece.context_len - piece.num_tokens, piece.context_len)
+        places = np.arange(piece.context_len - piece.num_tokens, piece.context_len)
+        positions[rows] = places
         for group, block_table in enumerate(piece.block_tables):
             table = np.array(block_table, np.int32)
-            tables[group, i, : len(table)] = table
-            slots[group, rows] = table[positions[rows] // block_size] * block_size
+            tables[group, seq, : len(table)] = table
+            slots[group, rows] = table[places // block_size] * block_size + places % block_size
+        context_lens[seq] = piece.context_len
         row = rows.stop
         last_rows[id(piece)] = row - 1
-        if i >= shape.num_single:
-            starts[i - shape.num_single + 1] = row - shape.num_single
-    slots += positions % block_size
-    views.context_lens.numpy()[:] = [piece.context_len for piece in slices]
-    views.logit_rows.numpy()[:] = [
+        seq += 1
+        if seq > shape.num_single:
+            starts[seq - shape.num_single] = row - shape.num_single
+    starts[seq - shape.num_single + 1 :] = shape.num_tokens - shape.num_single
+    if num_padding := shape.num_tokens - row:
+        context_lens[seq] = num_padding
+    logit_rows = [
         row
         for p in batch.slices
         for row in range(last_rows[id(p)] + 1 - p.num_logits, last_rows[id(p)] + 1)
     ]
-    return views
+    views.logit_rows.numpy()[: len(logit_rows)] = logit_rows
 
 
 def adapted_rows(batch: StepBatch) -> dict[str, list[int]]:

@@ -1,5 +1,5 @@
-"""Computes steps with the Triton kernels. For a step with one token per sequence, the host normally
-replays a recorded CUDA graph. For other steps, the host launches each kernel."""
+"""Computes steps with the Triton kernels. For a step of few tokens, the host normally replays a
+recorded CUDA graph. For other steps, the host launches each kernel."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from triton import knobs
 from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.triton.decode_graphs import DecodeGraphs
 from tandem.engine.executor.triton.decoder import TritonDecoder
+from tandem.engine.executor.triton.graph import Recording
 from tandem.engine.executor.triton.inputs import (
     DecodeRows,
     RowsInOrder,
@@ -20,6 +21,7 @@ from tandem.engine.executor.triton.inputs import (
     write_step,
 )
 from tandem.engine.executor.triton.lora import TritonAdapters
+from tandem.engine.executor.triton.mixed_graphs import CHUNKS_MAX, MixedGraphs
 from tandem.engine.executor.triton.tuning_shapes import repeated_blocks, tuned_chunks
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.executor.weights.lora import LoraWeights
@@ -110,8 +112,24 @@ class TritonSteps:
         if device.type == "cuda":
             self._tune_chunks(pools, num_blocks)
         if self._has_graphs:
+            logits = self._max_num_seqs + CHUNKS_MAX, self._vocab_size
+            recording = Recording(
+                lambda views, out: self._forward_ahead(views, pools, out),
+                torch.empty(logits, dtype=torch.float32, device=device),
+                torch.cuda.graph_pool_handle() if device.type == "cuda" else None,
+            )
+            self._mixed_graphs = MixedGraphs(
+                recording,
+                num_seqs_max=self._max_num_seqs,
+                step_tokens=min(self._step_tokens, self._max_model_len),
+                max_model_len=self._max_model_len,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                num_groups=len(pools),
+                device=device,
+            )
             self._graphs = DecodeGraphs(
-                lambda views: self._forward_ahead(views, pools),
+                recording,
                 num_seqs_max=self._max_num_seqs,
                 max_model_len=self._max_model_len,
                 block_size=block_size,
@@ -143,7 +161,7 @@ class TritonSteps:
         """Frees the graphs and the pools of the last `prepare`."""
         self._pools = None
         if self._has_graphs:
-            del self._graphs
+            del self._graphs, self._mixed_graphs
 
     @torch.inference_mode()
     def start_sampling(
@@ -179,7 +197,7 @@ class TritonSteps:
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Computes a step. The arguments and the result are those of `TorchSteps.forward`. The
-        logits of a decode step are valid until the next decode step.
+        logits of a step that replays a graph are valid until the next step.
 
         If `on_kv_written` is given, the host waits until the KV is written and then calls it.
         Otherwise the host does not wait for the device.
@@ -195,6 +213,9 @@ class TritonSteps:
             if not all(piece.num_logits for piece in batch.slices):
                 wanted = [i for i, piece in enumerate(batch.slices) if piece.num_logits]
                 logits = logits[wanted]
+        elif self._has_graphs and self._mixed_graphs.fits(batch):
+            logits = self._mixed_graphs.run(batch)
+            written = _recorded_event(device) if on_kv_written else None
         else:
             logits, written = self._run_mixed(batch, pools, wants_event=on_kv_written is not None)
         if on_kv_written is not None:
@@ -203,9 +224,11 @@ class TritonSteps:
             on_kv_written()
         return logits
 
-    def _forward_ahead(self, views: StepViews, pools: Sequence[KvPool]) -> torch.Tensor:
+    def _forward_ahead(
+        self, views: StepViews, pools: Sequence[KvPool], out: torch.Tensor
+    ) -> torch.Tensor:
         take_drawn(views.token_ids, self._drawn)
-        return self._decoder.forward(views, pools)
+        return self._decoder.forward(views, pools, out=out)
 
     def _run_mixed(
         self, batch: StepBatch, pools: Sequence[KvPool], *, wants_event: bool

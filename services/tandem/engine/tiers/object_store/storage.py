@@ -246,7 +246,7 @@ class _Health:
             if not self._has_failed or self._is_probed:
                 pause_s = self._backoff.next_s()
                 log.warning(
-                    "the object store failed (%s), so it is not used for %.0f s",
+                    "the object store failed (%s), so it is not used for the next %.0f s",
                     _first_line(error),
                     pause_s,
                 )

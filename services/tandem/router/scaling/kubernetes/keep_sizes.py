@@ -146,8 +146,8 @@ def free_groups(client: Client, owner: str) -> None:
         with _unless(409, owner):
             client.patch(resource, name, patch, patch_type=PatchType.MERGE)
             log.info(
-                "%s: the upgrade can now change the worker groups, because the field managers "
-                "that patched the groups no longer own them",
+                "%s: the worker groups no longer belong to the field managers that patched them "
+                "(managedFields in Kubernetes), so the upgrade can now change the groups",
                 owner,
             )
             return
