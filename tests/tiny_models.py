@@ -53,6 +53,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -118,6 +122,21 @@ _EXPERTS = {
     "moe_intermediate_size": 44,
     "first_k_dense_replace": 1,
 }
+_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 32,
+}
+_SHARED_EXPERT = {
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+    "shared_expert_intermediate_size": 52,
+}
 _NO_PAD = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 _GEMMA = {
     "head_dim": 32,
@@ -181,21 +200,14 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
     "qwen3-next": (
         Qwen3NextForCausalLM,
         Qwen3NextConfig,
-        {
-            "num_hidden_layers": 4,
-            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
-            "head_dim": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 24,
-            "linear_value_head_dim": 20,
-            "num_experts": 12,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 44,
-            "shared_expert_intermediate_size": 52,
-            "mlp_only_layers": [1],
-        },
+        _DELTA | _SHARED_EXPERT | {"mlp_only_layers": [1]},
     ),
+    "qwen3.5": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        _DELTA | {"tie_word_embeddings": True},
+    ),
+    "qwen3.5-moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, _DELTA | _SHARED_EXPERT),
     "gpt-oss": (
         GptOssForCausalLM,
         GptOssConfig,

@@ -19,12 +19,16 @@ self_attn.o_proj.weight               [hidden, heads * value]             always
 q_a_proj, kv_a_proj_with_mqa and o_proj may have a bias, whose shape is the first size of the
 weight.
 
-A layer with linear attention (`GatedDelta`) has the following tensors. The outputs of the first two
-matrices are ordered by key head: for each key head q, k, v and z, and b and a.
+A layer with linear attention (`GatedDelta`) has the following tensors. The outputs of joined
+matrices are ordered by key head: for each key head q, k, v and z, and b and a. Otherwise the q of
+all heads come first, then their k, then v.
 
-name                                  shape
-linear_attn.in_proj_qkvz.weight       [channels + value heads * value dim, hidden]
-linear_attn.in_proj_ba.weight         [2 * value heads, hidden]
+name                                  shape                                         present
+linear_attn.in_proj_qkvz.weight       [channels + value heads * value dim, hidden]  joined
+linear_attn.in_proj_ba.weight         [2 * value heads, hidden]                     joined
+linear_attn.in_proj_qkv.weight        [channels, hidden]                            not joined
+linear_attn.in_proj_z.weight          [value heads * value dim, hidden]             not joined
+linear_attn.in_proj_{b,a}.weight      [value heads, hidden]                         not joined
 linear_attn.conv1d.weight             [channels, 1, kernel]
 linear_attn.A_log, linear_attn.dt_bias  [value heads]
 linear_attn.norm.weight               [value dim]
@@ -109,9 +113,17 @@ def _norm_shapes(config: ModelConfig) -> Shapes:
 
 def _delta_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
     num_values = sizes.num_value_heads * sizes.value_dim
+    outputs = {
+        "qkv": sizes.num_channels,
+        "z": num_values,
+        "b": sizes.num_value_heads,
+        "a": sizes.num_value_heads,
+    }
+    if sizes.is_joined:
+        outputs = {"qkvz": sizes.num_channels + num_values, "ba": 2 * sizes.num_value_heads}
     return {
-        "linear_attn.in_proj_qkvz.weight": (sizes.num_channels + num_values, hidden),
-        "linear_attn.in_proj_ba.weight": (2 * sizes.num_value_heads, hidden),
+        f"linear_attn.in_proj_{name}.weight": (num, hidden) for name, num in outputs.items()
+    } | {
         "linear_attn.conv1d.weight": (sizes.num_channels, 1, sizes.kernel),
         "linear_attn.A_log": (sizes.num_value_heads,),
         "linear_attn.dt_bias": (sizes.num_value_heads,),

@@ -13,6 +13,7 @@ from typing import Any, Literal
 Norms = Literal["before", "after", "around", "around_glm"]
 QkNorm = Literal["", "head", "all"]
 Windows = Literal["none", "all", "switched", "chosen", "pattern"]
+Linear = Literal["", "gated_delta", "gated_delta_joined"]
 ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek"]
 Fused = Literal["", "mlp", "all"]
 ExpertLayers = Literal["all", "steps", "from", "types", "range"]
@@ -87,7 +88,10 @@ class Family:
     linear: the kind of the layers that `layer_types` calls linear_attention. Without `layer_types`,
         every `full_attention_interval`-th layer has full attention, and the others are linear.
         "": the family has no such layers;
-        "gated_delta": Gated DeltaNet (linear_attention.py).
+        "gated_delta": Gated DeltaNet (linear_attention.py), whose checkpoints have a matrix for
+            each of q with k and v, z, b and a;
+        "gated_delta_joined": Gated DeltaNet, whose checkpoints have one matrix for q, k, v and z,
+            and one for b and a.
     has_attention_gates: the output of attention is multiplied by the sigmoid of a gate. The matrix
         q_proj computes the gates too: for each head the query, then the gate.
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
@@ -131,7 +135,7 @@ class Family:
     has_sigmoids: bool = False
     is_corrected: bool = False
     is_latent: bool = False
-    linear: Literal["", "gated_delta"] = ""
+    linear: Linear = ""
     has_attention_gates: bool = False
     has_extra_layers: bool = False
     has_sinks: bool = False
@@ -151,6 +155,25 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
+}
+
+# Qwen3-Next and Qwen3.5: three of four layers have linear attention.
+_QWEN_LINEAR: Mapping[str, Any] = {
+    "norm_offset": 1.0,
+    "qk_norm": "head",
+    "has_partial_rope": True,
+    "has_attention_gates": True,
+    "refuses": ("attention_bias",),
+}
+_QWEN_LINEAR_DEFAULTS = {
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
 
 _GPT_OSS_ROPE = {
@@ -213,30 +236,37 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "Qwen3NextForCausalLM": Family(
-        norm_offset=1.0,
-        qk_norm="head",
-        has_partial_rope=True,
+        **_QWEN_LINEAR,
         experts="qwen",
         expert_layers="steps",
         has_shared_gate=True,
-        linear="gated_delta",
-        has_attention_gates=True,
-        refuses=("attention_bias",),
-        defaults={
-            "full_attention_interval": 4,
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
+        linear="gated_delta_joined",
+        defaults=_QWEN_LINEAR_DEFAULTS
+        | {
             "norm_topk_prob": True,
             "num_experts": 512,
             "num_experts_per_tok": 10,
             "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512,
             "decoder_sparse_step": 1,
+        },
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        **_QWEN_LINEAR, linear="gated_delta", defaults=_QWEN_LINEAR_DEFAULTS
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        **_QWEN_LINEAR,
+        experts="qwen",
+        has_shared_gate=True,
+        linear="gated_delta",
+        defaults=_QWEN_LINEAR_DEFAULTS
+        | {
+            "intermediate_size": 512,  # of no layer
+            "norm_topk_prob": True,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
         },
     ),
     "GptOssForCausalLM": Family(

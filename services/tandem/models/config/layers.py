@@ -91,7 +91,7 @@ def _linear_layers(
         raise UnsupportedModel(
             f"layer_types has no {_FULL}; at least one layer must have full attention"
         )
-    delta = read_gated_delta(config)
+    delta = read_gated_delta(config, is_joined=family.linear == "gated_delta_joined")
     return [delta if kind == _LINEAR else None for kind in kinds]
 
 

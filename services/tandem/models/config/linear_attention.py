@@ -30,6 +30,8 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     kernel: int  # number of tokens that the convolution mixes, including the current one
+    # True: checkpoints have one matrix for q, k, v and z, and one for b and a.
+    is_joined: bool = False
 
     @property
     def group(self) -> int:
@@ -41,7 +43,7 @@ class GatedDelta:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
-def read_gated_delta(config: Mapping[str, Any]) -> GatedDelta:
+def read_gated_delta(config: Mapping[str, Any], *, is_joined: bool) -> GatedDelta:
     """Raises UnsupportedModel naming the field that is not supported."""
     sizes = GatedDelta(
         num_key_heads=size(config, "linear_num_key_heads"),
@@ -49,6 +51,7 @@ def read_gated_delta(config: Mapping[str, Any]) -> GatedDelta:
         key_dim=size(config, "linear_key_head_dim"),
         value_dim=size(config, "linear_value_head_dim"),
         kernel=size(config, "linear_conv_kernel_dim"),
+        is_joined=is_joined,
     )
     if sizes.num_value_heads % sizes.num_key_heads:
         raise UnsupportedModel(

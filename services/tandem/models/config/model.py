@@ -284,7 +284,8 @@ def _family_of_part(text: Mapping[str, Any]) -> str:
 def _family_of(model_type: object) -> str | None:
     """Returns the supported architecture for a `model_type`; None if there is none."""
     plain = str(model_type).replace("_", "").removesuffix("text")
-    return next((each for each in FAMILIES if each.lower() == f"{plain}forcausallm"), None)
+    name = f"{plain}forcausallm"
+    return next((each for each in FAMILIES if each.lower().replace("_", "") == name), None)
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -58,6 +58,8 @@ _DEFAULT_KINDS: Mapping[str, str] = {
     "Qwen2_5_VL": "qwen2_5_vl_text",
     "Qwen3ASR": "qwen3",
     "Qwen3VL": "qwen3_vl_text",
+    "Qwen3_5": "qwen3_5_text",
+    "Qwen3_5Moe": "qwen3_5_moe_text",
     "SmolVLM": "llama",
     "VideoLlama3": "qwen2",
     "VideoLlava": "llama",
@@ -87,9 +89,17 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "gemma3_text": (262208, 2304, 9216, 26, 8, 4, 131072),
         "granite": (32000, 4096, 11008, 32, 32, 32, 2048),
         "qwen3_vl_text": (151936, 4096, 22016, 32, 32, 32, 128000),
+        "qwen3_5_text": (248320, 4096, 12288, 32, 16, 4, 32768),
+        "qwen3_5_moe_text": (248320, 2048, 512, 40, 16, 2, 32768),
     }.items()
 } | {"qwen2_vl_text": _VL, "qwen2_5_vl_text": _VL}
-_DEFAULT_THETAS = {"qwen2_vl_text": 1e6, "qwen2_5_vl_text": 1e6, "qwen3_vl_text": 5e5}
+_DEFAULT_THETAS = {
+    "qwen2_vl_text": 1e6,
+    "qwen2_5_vl_text": 1e6,
+    "qwen3_vl_text": 5e5,
+    "qwen3_5_text": 1e4,
+    "qwen3_5_moe_text": 1e4,
+}
 _SHARED_KEYS = ("quantization_config", "torch_dtype", "dtype")
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _NAME = re.compile(

@@ -288,22 +288,28 @@ class _Builder:
         mlp: Mlp | ExpertWeights,
         norms: Mapping[str, Any],
     ) -> LayerWeights:
-        """Returns a Gated DeltaNet layer. `in_proj_qkvz` has for each key head the rows of q, k, v
-        and z, and `in_proj_ba` the rows of b and a."""
         tensors = self._tensors
-        values = sizes.group * sizes.value_dim
-        qkvz = tensors.tensor(f"{name}.in_proj_qkvz.weight")
-        qkvz = qkvz.view(sizes.num_key_heads, -1, qkvz.shape[1])
-        channels, z = torch.split(qkvz, [2 * sizes.key_dim + values, values], 1)
-        ba = tensors.tensor(f"{name}.in_proj_ba.weight")
-        b, a = ba.view(sizes.num_key_heads, 2, sizes.group, -1).unbind(1)
+        order = _by_key_head(sizes)
+        if sizes.is_joined:
+            # For each key head, the rows of q, k, v and z, and the rows of b and a.
+            values = sizes.group * sizes.value_dim
+            qkvz = tensors.tensor(f"{name}.in_proj_qkvz.weight")
+            qkvz = qkvz.view(sizes.num_key_heads, -1, qkvz.shape[1])
+            qkv, z = torch.split(qkvz, [2 * sizes.key_dim + values, values], 1)
+            ba = tensors.tensor(f"{name}.in_proj_ba.weight")
+            b, a = ba.view(sizes.num_key_heads, 2, sizes.group, -1).unbind(1)
+            parts = [Linear(rows.flatten(0, 1), None) for rows in (qkv, z, b, a)]
+        else:
+            rows = tensors.tensor(f"{name}.in_proj_qkv.weight")
+            parts = [Linear(rows[order.to(rows.device)], None)]
+            parts += tensors.matrices([f"{name}.in_proj_{part}.weight" for part in "zba"])
         conv = tensors.tensor(f"{name}.conv1d.weight").squeeze(1)
         return LayerWeights(
-            qkv=tuple(Linear(rows.flatten(0, 1), None) for rows in (channels, z, b, a)),
+            qkv=tuple(parts),
             attention_out=tensors.linear(f"{name}.out_proj"),
             mlp=mlp,
             delta=DeltaWeights(
-                conv=conv[_by_key_head(sizes).to(conv.device)],
+                conv=conv[order.to(conv.device)],
                 a_log=tensors.floats(f"{name}.A_log"),
                 dt_bias=tensors.floats(f"{name}.dt_bias"),
                 norm=tensors.tensor(f"{name}.norm.weight"),
