@@ -44,7 +44,6 @@ from tandem_bench.engine_steps import (
 )
 from tandem_bench.framework import idle_percent, write
 from tandem_kernels.native.library import Kind, Stage, load
-from tandem_kernels.state_pool import without_states
 
 _READ_BYTES = 512 << 20
 _WEIGHTS = {"bf16": (Kind.BF16, 2), "fp32": (Kind.F32, 4), "int8": (Kind.I8, 1)}  # bytes of each
@@ -156,7 +155,7 @@ def _seconds(runner: ModelRunner, steps: list[StepBatch], repeats: int) -> dict[
     for _ in range(repeats + 1):
         decoder.take_stages()
         for step in steps:
-            decoder.forward(step, without_states(runner.pools))
+            decoder.forward(step, runner.pools)
         taken.append(decoder.take_stages())
     return {stage: statistics.median(each[stage] for each in taken[1:]) for stage in Stage}
 

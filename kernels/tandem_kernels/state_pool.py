@@ -18,7 +18,11 @@ class StateLayout(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
+    def block_size(self) -> int: ...
+    @property
     def block_bytes(self) -> int: ...
+    @property
+    def head_bytes(self) -> int: ...
     @property
     def layer_bytes(self) -> int: ...
     @property
@@ -35,6 +39,7 @@ class StatePool:
         assert memory.dtype == torch.uint8
         assert memory.shape == (layout.num_blocks, layout.block_bytes)
         self.memory = memory
+        self.layout = layout
         parts = memory.view(torch.float32).view(
             layout.num_blocks, layout.num_kv_heads, layout.num_layers, layout.layer_bytes // 4
         )

@@ -505,14 +505,14 @@ class ModelRunner:
         pools: Sequence[Pool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        if isinstance(steps, TorchSteps):
+        if isinstance(steps, TorchSteps | NativeDecoder):
             return steps.forward(batch, pools, on_kv_written)
         return steps.forward(batch, without_states(pools), on_kv_written)
 
     def compute_share(self, sent: SentStep, numbers_address: int) -> None:
         """Computes this rank's share of a step that rank 0 has sent."""
         assert self.native is not None
-        self.native.compute_share(sent, numbers_address, without_states(self.pools))
+        self.native.compute_share(sent, numbers_address, self.pools)
 
     def start_sampling(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None

@@ -38,9 +38,15 @@ class GatedDelta:
         return self.num_value_heads // self.num_key_heads
 
     @property
+    def sections(self) -> list[int]:
+        """Number of channels of q, k and v, which a convolution has in this order."""
+        num_keys = self.num_key_heads * self.key_dim
+        return [num_keys, num_keys, self.num_value_heads * self.value_dim]
+
+    @property
     def num_channels(self) -> int:
         """Number of channels of the convolution: q, k and v of all heads."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        return sum(self.sections)
 
 
 def read_gated_delta(config: Mapping[str, Any], *, is_joined: bool) -> GatedDelta:
@@ -59,10 +65,10 @@ def read_gated_delta(config: Mapping[str, Any], *, is_joined: bool) -> GatedDelt
             f"linear_num_value_heads, {sizes.num_value_heads}"
         )
     # A value head's part of a state has an equal share of the channels of its key head.
-    if 2 * sizes.key_dim % sizes.group:
+    if sizes.key_dim % sizes.group:
         raise UnsupportedModel(
             f"{sizes.group} value heads share a key head of linear_key_head_dim {sizes.key_dim}; "
-            f"this number must divide {2 * sizes.key_dim}"
+            "the number of value heads must divide linear_key_head_dim"
         )
     if sizes.kernel < 2:
         raise UnsupportedModel(f"linear_conv_kernel_dim is {sizes.kernel}; it must be at least 2")

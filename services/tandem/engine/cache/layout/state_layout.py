@@ -5,9 +5,9 @@ part is the state of one layer and one head, in float32:
 
     matrix [key dim][value dim] | conv [kernel - 1][channels / value heads] | padding
 
-`conv` has the last inputs of the convolution, the oldest first. Its channels are ordered by key
-head, so the value heads of a key head have equal shares of its channels. A part is padded to a
-multiple of 64 bytes.
+`conv` has the last inputs of the convolution, the oldest first. The value heads of a key head have
+equal shares of its channels: a share of q, a share of k, and then the head's own v. A part is
+padded to a multiple of 64 bytes.
 
 A slot is to a state group what a block is to other groups. So the bytes of a slot are contiguous,
 and a tensor-parallel rank has neighbouring heads of it. A slot of a large model has many times the

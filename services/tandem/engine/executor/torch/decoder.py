@@ -245,15 +245,24 @@ class Decoder:
         channels, z, b, a = torch.split(
             projected, [sizes.num_channels, num_heads * sizes.value_dim, num_heads, num_heads], 1
         )
-        mixed = causal_conv1d(channels, weights.conv, None, conv_states, spans, silu)
-        q, k, v = torch.split(
-            mixed.view(len(mixed), sizes.num_key_heads, -1),
-            [sizes.key_dim, sizes.key_dim, sizes.group * sizes.value_dim],
-            -1,
+        q, k, v = (
+            causal_conv1d(x, taps, None, inputs, spans, silu)
+            for x, taps, inputs in zip(
+                torch.split(channels, sizes.sections, 1),
+                torch.split(weights.conv, sizes.sections),
+                torch.split(conv_states, [num // num_heads for num in sizes.sections], -1),
+                strict=True,
+            )
         )
         log_decay, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
         out = self._kernels.gated_delta_rule(
-            q, k, v.reshape(len(v), num_heads, -1), log_decay, beta, states, spans
+            q.view(len(q), -1, sizes.key_dim),
+            k.view(len(k), -1, sizes.key_dim),
+            v.view(len(v), -1, sizes.value_dim),
+            log_decay,
+            beta,
+            states,
+            spans,
         )
         gates = z.view(len(z), num_heads, -1)
         return gated_rms_norm(out, gates, weights.norm, self._config.rms_norm_eps)

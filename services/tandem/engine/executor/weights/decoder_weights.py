@@ -75,11 +75,10 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """The additional weights of a Gated DeltaNet layer (tandem/models/config/linear_attention.py).
-    The channels of the convolution are ordered by key head: for each key head q, k, and the v of
-    its value heads."""
+    """The additional weights of a Gated DeltaNet layer
+    (tandem/models/config/linear_attention.py)."""
 
-    conv: torch.Tensor  # [channels, kernel]
+    conv: torch.Tensor  # [channels, kernel]: the channels of q, of k and of v
     a_log: torch.Tensor  # [value heads], float32: logarithm of the decay's factor
     dt_bias: torch.Tensor  # [value heads], float32: added to the decay's input
     norm: torch.Tensor  # [value dim]: the norm of each value head's output

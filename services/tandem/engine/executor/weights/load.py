@@ -278,8 +278,8 @@ class _Builder:
         queries = q[_rows_of_heads(num_heads, 2 * size, order).to(q.device)]
         gates = q[_rows_of_heads(num_heads, 2 * size, size + elements).to(q.device)]
         keys = k[_rows_of_heads(num_kv_heads, size, order).to(k.device)]
-        values = self._tensors.matrix(f"{name}.v_proj.weight")
-        return (Linear(queries, None), Linear(keys, None), values), Linear(gates, None)
+        values = self._tensors.tensor(f"{name}.v_proj.weight")
+        return tuple(Linear(rows, None) for rows in (queries, keys, values)), Linear(gates, None)
 
     def _delta_layer(
         self,
@@ -289,27 +289,26 @@ class _Builder:
         norms: Mapping[str, Any],
     ) -> LayerWeights:
         tensors = self._tensors
-        order = _by_key_head(sizes)
         if sizes.is_joined:
             # For each key head, the rows of q, k, v and z, and the rows of b and a.
             values = sizes.group * sizes.value_dim
             qkvz = tensors.tensor(f"{name}.in_proj_qkvz.weight")
             qkvz = qkvz.view(sizes.num_key_heads, -1, qkvz.shape[1])
-            qkv, z = torch.split(qkvz, [2 * sizes.key_dim + values, values], 1)
+            sections = torch.split(qkvz, [sizes.key_dim, sizes.key_dim, values, values], 1)
+            q, k, v, z = (rows.flatten(0, 1) for rows in sections)
             ba = tensors.tensor(f"{name}.in_proj_ba.weight")
             b, a = ba.view(sizes.num_key_heads, 2, sizes.group, -1).unbind(1)
-            parts = [Linear(rows.flatten(0, 1), None) for rows in (qkv, z, b, a)]
+            parts = [torch.cat((q, k, v)), z, b.flatten(0, 1), a.flatten(0, 1)]
         else:
-            rows = tensors.tensor(f"{name}.in_proj_qkv.weight")
-            parts = [Linear(rows[order.to(rows.device)], None)]
-            parts += tensors.matrices([f"{name}.in_proj_{part}.weight" for part in "zba"])
-        conv = tensors.tensor(f"{name}.conv1d.weight").squeeze(1)
+            parts = [
+                tensors.tensor(f"{name}.in_proj_{part}.weight") for part in ("qkv", "z", "b", "a")
+            ]
         return LayerWeights(
-            qkv=tuple(parts),
+            qkv=tuple(Linear(part, None) for part in parts),
             attention_out=tensors.linear(f"{name}.out_proj"),
             mlp=mlp,
             delta=DeltaWeights(
-                conv=conv[order.to(conv.device)],
+                conv=tensors.tensor(f"{name}.conv1d.weight").squeeze(1),
                 a_log=tensors.floats(f"{name}.A_log"),
                 dt_bias=tensors.floats(f"{name}.dt_bias"),
                 norm=tensors.tensor(f"{name}.norm.weight"),
@@ -385,15 +384,6 @@ def _with_rows(matrix: Linear, rows: torch.Tensor) -> Linear:
 def _rows_of_heads(num_heads: int, size: int, elements: torch.Tensor) -> torch.Tensor:
     """Returns the rows `elements` of each head, in a matrix with `size` rows for each head."""
     return (torch.arange(num_heads).unsqueeze(1) * size + elements).flatten()
-
-
-def _by_key_head(sizes: GatedDelta) -> torch.Tensor:
-    """Returns the order of the convolution's channels by key head. A checkpoint has the q of all
-    key heads first, then their k, then the v of all value heads."""
-    num_keys = sizes.num_key_heads * sizes.key_dim
-    num_values = sizes.num_channels - 2 * num_keys
-    q, k, v = torch.split(torch.arange(sizes.num_channels), [num_keys, num_keys, num_values])
-    return torch.cat([part.view(sizes.num_key_heads, -1) for part in (q, k, v)], 1).flatten()
 
 
 def _keys_and_values(
