@@ -117,9 +117,9 @@ def _make(family: str, sizes: dict[str, Any]) -> PreTrainedModel:
         linear = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,  # a slot has more than 1 MiB, so it has two pieces
             "head_dim": 16,
         }
         return Qwen3NextForCausalLM(Qwen3NextConfig(**(sizes | experts | linear)))

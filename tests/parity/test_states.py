@@ -59,12 +59,10 @@ def test_each_way(names: tuple[str, ...], redis_server: EmbeddedRedis, tmp_path:
     (tmp_path / "model").mkdir()
     model = make_random_model(tmp_path / "model", "qwen3_next")
     sent = [_make_request(prompt) for prompt in _PROMPTS]
-    options = ("--kernels", "torch")
     with start_ways(
         redis_server,
         tmp_path,
         str(tmp_path / "model"),
-        *options,
         small_pool=_SMALL_POOL,
         names=names,
     ) as ways:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tandem.common.kv_budget import KvBudget
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
@@ -21,6 +22,7 @@ from tests.model_engines import make_model_engine, make_runner
 from tests.tiny_models import make_tiny_model
 
 NUM_TOKENS = 20
+_WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=5)
 _PROMPT = torch.randint(0, 203, (300,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -60,15 +62,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFolder, Oracle]
 
 def make(folder: ModelFolder, **settings: Any) -> tuple[Engine, ModelRunner]:
     settings = {"num_blocks": 100, "max_num_seqs": 4, "max_tokens_per_step": 100} | settings
-    return make_model_engine(folder, dtype="float32", kernels="torch", block_size=16, **settings)
+    return make_model_engine(folder, dtype="float32", block_size=16, **settings)
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 7, 64, 100])
+@pytest.mark.parametrize(
+    ("kernels", "tokens_per_step"),
+    [("native", 1), ("native", 7), ("native", 64), ("native", 100), ("torch", 100)],
+)
 def test_a_prompt_resumes_at_each_frozen_state(
-    tiny: tuple[ModelFolder, Oracle], tokens_per_step: int
+    tiny: tuple[ModelFolder, Oracle], kernels: str, tokens_per_step: int
 ) -> None:
     folder, oracle = tiny
-    engine, _ = make(folder, max_tokens_per_step=tokens_per_step)
+    engine, runner = make(folder, kernels=kernels, max_tokens_per_step=tokens_per_step)
+    assert runner.kernels_name.split()[0] == kernels
     assert oracle.check(engine, _PROMPT[:200]) == [0]
     # The prompt's last positions are 192 and, more than 8 tokens before its end, 128.
     assert oracle.check(engine, _PROMPT[:200]) == [192]
@@ -131,7 +137,7 @@ def test_four_answers_to_one_prompt_share_its_frozen_state(
 def test_slots_are_within_the_memory(tiny: tuple[ModelFolder, Oracle]) -> None:
     """At most half of the KV memory is for states, and all sequences run if it is tight."""
     folder, oracle = tiny
-    slot_bytes = make_runner(folder, kernels="torch").layout().groups[1].layout.block_bytes
+    slot_bytes = make_runner(folder).layout().groups[1].layout.block_bytes
     kv_bytes = 16 * slot_bytes
     engine, runner = make(folder, num_blocks=None, kv_bytes_max=kv_bytes, max_num_seqs=64)
     assert engine.layout.sizes[1] == 8
@@ -148,10 +154,30 @@ def test_settings_without_support_are_refused_before_weights_are_read(
         ({"tensor_parallel": 2}, "tensor-parallel is 2"),
     ):
         with pytest.raises(ConfigError, match=message):
-            make_runner(folder, kernels="torch", **settings)
+            make_runner(folder, **settings)
     engine, _ = make(folder)
     with pytest.raises(BadRequest, match="state"):
         engine.add(make_spec("a", _PROMPT, kv_budget=KvBudget(64, 4)))
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_with_invariant_numerics_bits_do_not_depend_on_the_cuts(
+    tiny: tuple[ModelFolder, Oracle], kernels: str
+) -> None:
+    """Neither on the chunks of a prompt nor on a restored state."""
+    folder, _ = tiny
+    found = []
+    for tokens_per_step in (100, 7):
+        engine, _ = make(
+            folder, kernels=kernels, numerics="invariant", max_tokens_per_step=tokens_per_step
+        )
+        for name in ("cold", "warm"):
+            spec = make_spec(name, _PROMPT[:200], max_tokens=4, sampling=_WITH_LOGPROBS)
+            outcome = drive_all(engine, spec)
+            found.append([one for r in outcome.reports for n in r.new_tokens for one in n.logprobs])
+        assert outcome.ends["warm"].num_cached_tokens == 192
+    assert len(found[0]) == 4
+    assert all(each == found[0] for each in found)
 
 
 def test_positions_follow_from_the_prompt() -> None:
