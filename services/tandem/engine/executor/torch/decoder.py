@@ -54,6 +54,8 @@ from tandem_kernels.rope import (
 )
 from tandem_kernels.state_pool import Pool, StatePool
 
+_VECTOR = 16  # largest number of elements that torch computes at once, or a multiple of it
+
 
 class Decoder:
     def __init__(
@@ -312,7 +314,9 @@ class Decoder:
         if weights.shared is not None:
             shared = self._mlp(index, weights.shared, x, lora)
             if weights.shared_gate is not None:
-                shared = shared * torch.sigmoid(self._project(x, (weights.shared_gate,)))
+                # The bits of sigmoid depend on the place in a vector, so a row takes a whole one.
+                gates = self._project(x, (weights.shared_gate,)).repeat(1, _VECTOR)
+                shared = shared * torch.sigmoid(gates)[:, :1]
             out += shared
         for expert, mlp in enumerate(weights.mlps):
             rows, places = torch.where(chosen == expert)
