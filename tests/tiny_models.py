@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -34,12 +36,20 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -419,6 +429,62 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "attention_bias": True,
             "mlp_bias": False,
         },
+    ),
+    "cohere2": (
+        Cohere2ForCausalLM,
+        Cohere2Config,
+        {
+            "attention_bias": True,
+            "sliding_window": 40,
+            "layer_types": _WINDOWS,
+            "logit_scale": 0.3,
+            "layer_norm_eps": 1e-3,
+            **_NO_PAD,
+        },
+    ),
+    "ministral3": (
+        Ministral3ForCausalLM,
+        Ministral3Config,
+        {
+            "head_dim": 32,
+            "rope_parameters": _YARN
+            | {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.4},
+            **_NO_PAD,
+        },
+    ),
+    "mistral4": (
+        Mistral4ForCausalLM,
+        Mistral4Config,
+        _DEEPSEEK
+        | {
+            "q_lora_rank": 28,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+            **_NO_PAD,
+        },
+    ),
+    "hunyuan": (
+        HunYuanDenseV1ForCausalLM,
+        HunYuanDenseV1Config,
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0}
+            | {"alpha": 50.0, "factor": 1.0},
+            **_NO_PAD,
+        },
+    ),
+    "hunyuan-moe": (
+        HunYuanMoEV1ForCausalLM,
+        HunYuanMoEV1Config,
+        {"head_dim": 32, "num_experts": 6, "moe_topk": [3, 3, 3], **_NO_PAD},
     ),
 }
 FAMILIES = tuple(_FAMILIES)

@@ -78,21 +78,35 @@ def _positions(family: Family) -> str:
     words = ["in all layers"]
     if family.has_no_rope_layers:
         words = ["none in some layers"]
-    if family.has_rope_in_windows:
-        words = ["in layers with a window; in all if there are none"]
+    if family.rope_in_windows:
+        words = ["in layers with a window"]
+    if family.rope_in_windows == "or_all":
+        words = ["in layers with a window, or in all if there are none"]
     if family.has_rope_by_kind:
         words = ["others in layers with a window"]
     if family.has_partial_rope:
         words[0] += ", in all or a part of each head"
     if family.has_rope_pairs:
         words.append("neighbouring elements are rotated together")
-    return "; ".join([*words, *family.scalings])
+    if family.scalings != Family().scalings:
+        words.append(f"scaled by {', '.join(family.scalings)}")
+    return "; ".join(words)
 
 
 def _norms(family: Family) -> str:
     where = "before and after" if family.norms.startswith("around") else family.norms
+    if family.norms == "parallel":
+        where = "before attention and the MLP, which are side by side"
+    if family.centers_norms:
+        where += ", LayerNorm"
     weights = f", with {family.norm_offset:g} + w" if family.norm_offset else ""
-    of_heads = {"": "", "head": "; of each head of q and k", "all": "; of all of q, of all of k"}
+    of_heads = {
+        "": "",
+        "head": "; of each head of q and k",
+        "all": "; of all of q, of all of k",
+        "rotated": "; of each head of q and k after RoPE",
+        "rotated_plain": "; of each head of q and k after RoPE, without weights",
+    }
     latents = "; of latents" if family.is_latent else ""
     return where + weights + of_heads[family.qk_norm] + latents
 
@@ -130,7 +144,11 @@ def _factors(family: Family) -> str:
         "": [],
         "granite": ["of embeddings, scores, residuals and logits"],
         "gemma": ["of embeddings and scores"],
+        "cohere": ["of logits"],
     }
+    scaled = {"all": "all layers", "no_rope": "layers without positions"}
+    if family.query_scaling:
+        factors[""] = [f"of queries, by position, in {scaled[family.query_scaling]}"]
     words = [*factors[family.multipliers], *(["capped logits"] if family.has_caps else [])]
     return "; ".join(words)
 

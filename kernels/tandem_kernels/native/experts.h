@@ -223,8 +223,8 @@ inline void route(const Model& model, const Layer& layer, const Step& step, cons
     const size_t num = experts.num;
     const Inputs normed = inputs_of(experts.router, rows.input, step.num_rows);
     team.each(step.num_rows, [&](int row) {
-        norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
-                 model.norm_eps, normed.row(row));
+        norm_hidden(model, rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
+                    normed.row(row));
     });
     linear(experts.router, normed, {rows.logits, num, Into::kSet}, team);
     team.wait();
@@ -258,6 +258,17 @@ inline void gate_shared(const Model& model, const float* gate, const float* hidd
     for (int i = 0; i < num; ++i) delta[i] *= factor;
 }
 
+// Writes a normalized row times a weight.
+inline void weighted_row(const Model& model, const Layer& layer, const float* x, float weight,
+                         const InputRow& to) {
+    const float scale = norm_scale(x, to.in, model.norm_eps) * weight;
+    int at = 0;
+    for (; at + kLanes <= to.in; at += kLanes)
+        to.put(at, load(x + at) * scale * load(layer.mlp_norm + at));
+    if (const int rest = to.in - at)
+        to.put(at, load_some(x + at, rest) * scale * load_some(layer.mlp_norm + at, rest), rest);
+}
+
 // Adds the output of a layer's experts to the residual stream.
 inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
                         const Team& team) {
@@ -273,8 +284,12 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
     team.each(num_places, [&](int place) {
         const int choice = routing.choices[place], expert = routing.chosen[choice].expert;
         const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, rows, expert);
-        norm_row(rows.hidden + choice / top_k * hidden, layer.mlp_norm, model.norm_eps,
-                 inputs.row(place - routing.first[expert]));
+        const InputRow to = inputs.row(place - routing.first[expert]);
+        const float* const from = rows.hidden + choice / top_k * hidden;
+        if (experts.weighs_inputs)
+            weighted_row(model, layer, from, routing.chosen[choice].share, to);
+        else
+            norm_hidden(model, from, layer.mlp_norm, to);
     });
     rows.laps->end(NORM, team.own_thread);
     float* const gated = gate_experts(experts, rows, num_places, team);
@@ -291,7 +306,8 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
         for (int i = row * top_k; i < (row + 1) * top_k; ++i) {
             const Chosen& chosen = routing.chosen[i];
             const float* part = parts + chosen.place * hidden;
-            for (size_t at = 0; at < hidden; ++at) delta[at] += part[at] * chosen.share;
+            const float share = experts.weighs_inputs ? 1.0f : chosen.share;
+            for (size_t at = 0; at < hidden; ++at) delta[at] += part[at] * share;
         }
         add_row(delta, layer.mlp_post_norm, model, rows.hidden + row * hidden);
     });

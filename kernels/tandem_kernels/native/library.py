@@ -76,6 +76,7 @@ class Experts(Structure):
                 "top_k",
                 "is_normalized",
                 "has_sigmoids",
+                "weighs_inputs",
                 "num_groups",
                 "top_groups",
             )
@@ -152,7 +153,10 @@ class Model(Structure):
         ),
         ("norm_eps", c_float),
         ("num_threads", c_int32),
-        ("norms_all_heads", c_int32),
+        *(
+            (name, c_int32)
+            for name in ("norms_all_heads", "norms_rotated", "centers_norms", "is_parallel")
+        ),
         *(
             (name, c_float)
             for name in (
@@ -204,6 +208,7 @@ class Step(Structure):
                 "positions",
                 "cosines",
                 "sines",
+                "query_factors",
                 "spans",
                 "logit_rows",
                 "groups",
@@ -217,6 +222,7 @@ class Step(Structure):
             for name in ("num_rows", "num_spans", "num_logit_rows", "block_size", "kv_kind")
         ),
         ("table_floats", c_int64),
+        ("table_positions", c_int64),
         ("adapted", POINTER(LoraRows)),
         ("num_adapted", c_int32),
         ("lora_rank", c_int32),

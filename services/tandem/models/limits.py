@@ -25,6 +25,8 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(why)
     if model.has_states and (why := _why_not_with_states(options)):
         raise ConfigError(f"{why}; the model has layers with linear attention")
+    if options.expert_parallel and (why := _why_not_expert_parallel(model, options)):
+        raise ConfigError(f"expert-parallel is set, but {why}; remove expert-parallel")
 
 
 def _why_not_with_states(options: EngineOptions) -> str:
@@ -36,6 +38,16 @@ def _why_not_with_states(options: EngineOptions) -> str:
         return (
             f"tensor-parallel is {options.tensor_parallel}, but several ranks cannot share states"
         )
+    return ""
+
+
+def _why_not_expert_parallel(model: ModelConfig, options: EngineOptions) -> str:
+    """Returns the reason why the ranks cannot each have some of the experts; "" if they can."""
+    nums = [layer.experts.num for layer in model.layers if layer.experts is not None]
+    if not nums:
+        return "the model has no experts"
+    if min(nums) < options.tensor_parallel:
+        return f"the model has {min(nums)} experts for {options.tensor_parallel} ranks"
     return ""
 
 

@@ -64,6 +64,7 @@ NORMS = {
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
     },
+    "parallel": {"attention_norm": "input_layernorm", "mlp_norm": "input_layernorm"},
     "around_glm": {
         "attention_norm": "input_layernorm",
         "attention_post_norm": "post_self_attn_layernorm",
@@ -153,7 +154,7 @@ def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) 
     shapes: Shapes = {}
     if config.has_sinks:
         shapes["self_attn.sinks"] = (config.num_attention_heads,)
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm != "rotated_plain":
         has_all = config.qk_norm == "all"
         shapes["self_attn.q_norm.weight"] = (q_size if has_all else head_dim,)
         shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)

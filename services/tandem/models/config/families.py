@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Norms = Literal["before", "after", "around", "around_glm"]
-QkNorm = Literal["", "head", "all"]
+Norms = Literal["before", "after", "around", "around_glm", "parallel"]
+QkNorm = Literal["", "head", "all", "rotated", "rotated_plain"]
 Windows = Literal["none", "all", "switched", "chosen", "pattern"]
 Linear = Literal["", "gated_delta", "gated_delta_joined"]
 ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek"]
@@ -27,12 +27,17 @@ class Family:
         "before": on the input;
         "after": on the output, before the residual is added;
         "around": on both;
-        "around_glm": on both, with the tensor names of GLM 4.
+        "around_glm": on both, with the tensor names of GLM 4;
+        "parallel": one norm on the input of both: the MLP reads the residual stream before the
+            output of attention is added (Cohere).
+    centers_norms: norms of the residual stream are LayerNorms without biases, not RMSNorms.
     norm_offset: a number added to the stored weights of norms: 1 for Gemma, otherwise 0.
-    qk_norm: RMSNorm of q and k before RoPE:
+    qk_norm: RMSNorm of q and k, before RoPE if nothing else is said:
         "": none;
         "head": over each head;
-        "all": over all heads together.
+        "all": over all heads together;
+        "rotated": over each head, after RoPE;
+        "rotated_plain": over each head, after RoPE, without weights, in layers with RoPE only.
     qk_norm_key: the key of config.json that turns these norms on; empty: they are always on.
     biases: the linear layers of attention that have biases:
         "config": q, k, v and the output, if `attention_bias` is true;
@@ -55,15 +60,23 @@ class Family:
     rope_theta: the default of `rope_theta`.
     has_rope_by_kind: layers with a window and layers without one have different RoPE parameters.
     has_no_rope_layers: some layers have no RoPE (`no_rope_layers`).
-    has_rope_in_windows: if any layer has a window, the layers without a window have no RoPE.
+    rope_in_windows: whether only the layers with a window have RoPE:
+        "": no;
+        "or_all": yes; if no layer has a window, all layers have RoPE;
+        "only": yes, and `sliding_window` must not be null.
+    query_scaling: the layers in which a factor that grows with the position multiplies the queries:
+        "": none;
+        "all": all (`llama_4_scaling_beta` of the RoPE parameters);
+        "no_rope": those without RoPE, if `attn_temperature_tuning` is true.
     has_rope_pairs: RoPE rotates element 2 i of a head with element 2 i + 1. In other families it
         rotates element i with element i + D / 2, where D is the number of rotated elements.
     fused: the matrices that checkpoints store as one:
         "": none;
         "mlp": gate and up;
         "all": gate and up, and also q, k and v.
-    has_partial_rope: RoPE may rotate only a part of each head (`partial_rotary_factor`).
-    scalings: the supported kinds of RoPE scaling; empty: all kinds that `RopeScaling` lists.
+    has_partial_rope: RoPE may rotate only a part of each head (`partial_rotary_factor`). With
+        latent attention, the factor must be the rotated part of a query.
+    scalings: the supported kinds of RoPE scaling (`RopeScaling`).
     is_length_scaled: `max_position_embeddings` is always the context after RoPE scaling. In other
         families this depends on the kind of scaling (`RopeScaling.max_model_len`).
     activation_key: the key of config.json that names the activation of the MLP.
@@ -71,7 +84,8 @@ class Family:
         "": none;
         "granite": the factors in keys such as `embedding_multiplier`;
         "gemma": embeddings are multiplied by the square root of the hidden size, and scores are
-            divided by the square root of `query_pre_attn_scalar`.
+            divided by the square root of `query_pre_attn_scalar`;
+        "cohere": logits are multiplied by `logit_scale`.
     experts: the naming of the experts' config keys and tensors; empty: there are no experts.
     expert_layers: the layers that have experts:
         "all": all;
@@ -113,6 +127,7 @@ class Family:
 
     norms: Norms = "before"
     norm_offset: float = 0.0
+    centers_norms: bool = False
     qk_norm: QkNorm = ""
     qk_norm_key: str = ""
     biases: Literal["config", "config_qkv", "config_apart", "qkv", "none"] = "config"
@@ -121,14 +136,15 @@ class Family:
     rope_theta: float = 10000.0
     has_rope_by_kind: bool = False
     has_no_rope_layers: bool = False
-    has_rope_in_windows: bool = False
+    rope_in_windows: Literal["", "or_all", "only"] = ""
+    query_scaling: Literal["", "all", "no_rope"] = ""
     has_rope_pairs: bool = False
     fused: Fused = ""
     has_partial_rope: bool = False
-    scalings: tuple[str, ...] = ()
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     is_length_scaled: bool = False
     activation_key: str = "hidden_act"
-    multipliers: Literal["", "granite", "gemma"] = ""
+    multipliers: Literal["", "granite", "gemma", "cohere"] = ""
     experts: ExpertForm = ""
     expert_layers: ExpertLayers = "all"
     has_shared_gate: bool = False
@@ -483,7 +499,7 @@ FAMILIES: Mapping[str, Family] = {
         biases="none",
         windows="pattern",
         pattern=4,
-        has_rope_in_windows=True,
+        rope_in_windows="or_all",
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
     "Ernie4_5ForCausalLM": Family(
@@ -551,6 +567,98 @@ FAMILIES: Mapping[str, Family] = {
             "num_nextn_predict_layers": 1,
             "rms_norm_eps": 1e-5,
             "routed_scaling_factor": 2.826,
+        },
+    ),
+    "Cohere2ForCausalLM": Family(
+        norms="parallel",
+        centers_norms=True,
+        windows="pattern",
+        pattern=4,
+        rope_in_windows="only",
+        has_rope_pairs=True,
+        multipliers="cohere",
+        key_names={"rms_norm_eps": "layer_norm_eps"},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True},
+    ),
+    "Ministral3ForCausalLM": Family(
+        biases="none",
+        windows="all",
+        is_length_scaled=True,
+        query_scaling="all",
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "Mistral4ForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        has_partial_rope=True,
+        query_scaling="all",
+        experts="deepseek",
+        expert_layers="from",
+        # With one group, the experts need no sums of two scores of a group.
+        demands=_NO_GROUPS,
+        defaults={
+            "first_k_dense_replace": 0,
+            "kv_lora_rank": 256,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 4,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            "topk_group": 1,
+            "v_head_dim": 128,
+        },
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qk_norm="rotated",
+        scalings=("linear", "llama3", "yarn", "alpha"),
+        tensor_names={".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."},
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        qk_norm="rotated",
+        scalings=("linear", "llama3", "yarn", "alpha"),
+        experts="deepseek",
+        key_names={
+            "moe_intermediate_size": "intermediate_size",
+            "n_routed_experts": "num_experts",
+            "num_experts_per_tok": "moe_topk",
+        },
+        tensor_names={
+            ".query_layernorm.": ".q_norm.",
+            ".key_layernorm.": ".k_norm.",
+            ".mlp.gate.wg.": ".mlp.gate.",
+            ".mlp.shared_mlp.": ".mlp.shared_experts.",
+        },
+        demands=_NORMALIZED | {"n_shared_experts": (1,), "routed_scaling_factor": (1.0,)},
+        defaults=_NORMALIZED_DEFAULTS
+        | {
+            "n_routed_experts": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "rms_norm_eps": 1e-5,
         },
     ),
 }

@@ -4,7 +4,7 @@ Properties that all layers share are in `ModelConfig`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.errors import UnsupportedModel
@@ -12,7 +12,7 @@ from tandem.models.config.experts import Experts, read_experts
 from tandem.models.config.families import Family
 from tandem.models.config.fields import flag, layer_number, one_per_layer, optional_size
 from tandem.models.config.linear_attention import GatedDelta, read_gated_delta
-from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
+from tandem.models.config.rope import NO_ROPE, Rope, read_query_scaling, read_ropes
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
@@ -51,13 +51,21 @@ def read_layers(
     linear = _linear_layers(config, family, num_layers)
     slide = _have_window(config, family, have_rope)
     window = _window(config) if any(slide) else None
-    if family.has_rope_in_windows and window is not None:
+    if family.rope_in_windows == "only" and config.get("sliding_window") is None:
+        raise UnsupportedModel(
+            f"sliding_window is {config.get('sliding_window')!r:.80}; it must be a positive number "
+            "of tokens"
+        )
+    if family.rope_in_windows and window is not None:
         have_rope = slide
     if not family.linear:
         _check_layer_types(config, slide if window else [False] * num_layers)
     if window is not None and window >= max_model_len:
         window = None
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    if family.query_scaling == "all":
+        scaling = read_query_scaling(config)
+        ropes = {kind: replace(rope, query_scaling=scaling) for kind, rope in ropes.items()}
     return tuple(
         LayerSpec(
             rope=ropes[_SLIDING if slides else _FULL] if has_rope else NO_ROPE,
@@ -143,9 +151,9 @@ def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None
         return
     if [_slides(kind) for kind in one_per_layer(kinds, "layer_types", len(slide))] != list(slide):
         raise UnsupportedModel(
-            f"layer_types is {kinds!r:.80}; it must agree with the architecture, sliding_window "
-            f"and use_sliding_window, which give {sum(slide)} of {len(slide)} layers a sliding "
-            "window"
+            f"layer_types is {kinds!r:.80}; it contradicts the rest of the config: the "
+            "architecture, sliding_window and use_sliding_window together give "
+            f"{sum(slide)} of {len(slide)} layers a sliding window"
         )
 
 

@@ -66,12 +66,14 @@ class ModelConfig:
     qkv_bias: bool
     attention_out_bias: bool
     mlp_bias: bool
-    qk_norm: QkNorm  # RMSNorm of q and k, before RoPE
+    qk_norm: QkNorm  # RMSNorm of q and k (`Family`)
     max_model_len: int  # largest number of tokens of a prompt and its completion together
     eos_token_ids: tuple[int, ...]
     torch_dtype: str  # dtype of the checkpoint; the engine chooses its own compute dtype
     norms: Norms = "before"
     norm_offset: float = 0.0  # number that is added to the stored weights of norms
+    # True: norms of the residual stream are LayerNorms without biases, not RMSNorms.
+    centers_norms: bool = False
     activation: Activation = "silu"  # function that is applied to the gate projection of the MLP
     multipliers: Multipliers = Multipliers()
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
@@ -146,6 +148,16 @@ class ModelConfig:
         return name
 
     @property
+    def is_parallel(self) -> bool:
+        """True: the MLP reads the residual stream before the output of attention is added."""
+        return self.norms == "parallel"
+
+    @property
+    def norms_rotated_heads(self) -> bool:
+        """True: q and k are normalized after RoPE."""
+        return self.qk_norm in ("rotated", "rotated_plain")
+
+    @property
     def is_fp8(self) -> bool:
         """True if all quantized matrices are stored in fp8."""
         return self.quantization is not None and self.quantization.is_float
@@ -181,6 +193,8 @@ class ModelConfig:
         out_key = "attention_out_bias" if family.biases == "config_apart" else "attention_bias"
         max_model_len = _max_model_len(config, family)
         layers = read_layers(config, family, size(config, "num_hidden_layers"), max_model_len)
+        if latent is not None and family.has_partial_rope:
+            layers = tuple(replace(each, rope=latent.whole_rope(each.rope)) for each in layers)
         _check_ropes(layers, family, latent.rope_dim if latent else head_dim)
         return cls(
             architecture=architecture,
@@ -206,6 +220,7 @@ class ModelConfig:
             torch_dtype=_dtype(config),
             norms=family.norms,
             norm_offset=family.norm_offset,
+            centers_norms=family.centers_norms,
             activation=_ACTIVATIONS[config.get(family.activation_key, "silu")],
             multipliers=_multipliers(config, family, hidden_size),
             logit_cap=_cap(config, family, "final_logit_softcapping"),
@@ -358,7 +373,7 @@ def _max_model_len(config: Mapping[str, Any], family: Family) -> int:
     stated = size(config, "max_position_embeddings")
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
     scaling = ropes["full_attention"].scaling
-    if scaling is not None and scaling.kind not in (family.scalings or (scaling.kind,)):
+    if scaling is not None and scaling.kind not in family.scalings:
         raise UnsupportedModel(
             f"rope scaling {scaling.kind!r} is not supported for this architecture; supported is "
             f"{', '.join(family.scalings)}"
@@ -398,6 +413,8 @@ def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
             residual=number(config, "residual_multiplier", 1.0),
             logits=1.0 / number(config, "logits_scaling", 1.0),
         )
+    if family.multipliers == "cohere":
+        return Multipliers(logits=number(config, "logit_scale", 0.0625))
     if family.multipliers == "gemma":
         return Multipliers(
             embedding=hidden_size**0.5,

@@ -233,7 +233,9 @@ class _Builder:
         }
         if spec.linear is not None:
             return self._delta_layer(f"{name}.linear_attn", spec.linear, mlp, norms)
-        if self._config.qk_norm:
+        if self._config.qk_norm == "rotated_plain" and spec.rope.theta is not None:
+            norms["q_norm"] = norms["k_norm"] = self._tensors.ones(self._config.head_dim)
+        elif self._config.qk_norm and self._config.qk_norm != "rotated_plain":
             norms["q_norm"] = self._head_norm(f"{attention}.q_norm.weight", spec.rope)
             norms["k_norm"] = self._head_norm(f"{attention}.k_norm.weight", spec.rope)
         latent = gate = None
