@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tandem.errors import ConfigError
 from tandem.models.config.experts import Experts
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.files import naming, read_json, read_json_if_any
 from tandem.models.gguf.convert import gguf_config
@@ -39,10 +40,26 @@ def num_parameters(model: ModelConfig) -> int:
     """Returns the number of parameters: weights, biases and norms."""
     hidden = model.hidden_size
     attention = _latent_parameters(model) if model.latent else _attention_parameters(model)
+    linear = [layer.linear for layer in model.layers if layer.linear]
+    attentions = (model.num_layers - len(linear)) * attention
+    attentions += sum(_linear_parameters(sizes, hidden) for sizes in linear)
     mlps = sum(_mlp_parameters(model, layer.experts) for layer in model.layers)
     norms = (4 if model.norms == "around" else 2) * hidden
     embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    return embeddings + model.num_layers * (attention + norms) + mlps + hidden
+    return embeddings + attentions + model.num_layers * norms + mlps + hidden
+
+
+def _linear_parameters(sizes: GatedDelta, hidden: int) -> int:
+    num_heads = sizes.num_value_heads
+    num_values = num_heads * sizes.value_dim
+    inputs = hidden * (sizes.num_channels + num_values + 2 * num_heads)
+    return (
+        inputs
+        + sizes.num_channels * sizes.kernel
+        + 2 * num_heads
+        + sizes.value_dim
+        + num_values * hidden
+    )
 
 
 def _attention_parameters(model: ModelConfig) -> int:
@@ -53,8 +70,9 @@ def _attention_parameters(model: ModelConfig) -> int:
     if model.qk_norm:
         norms = heads + kv if model.qk_norm == "all" else 2 * model.head_dim
     norms += model.num_attention_heads * model.has_sinks
+    gates = hidden * heads * model.has_attention_gates
     biases = (heads + 2 * kv) * model.qkv_bias + hidden * model.attention_out_bias
-    return 2 * hidden * (heads + kv) + norms + biases
+    return 2 * hidden * (heads + kv) + gates + norms + biases
 
 
 def _latent_parameters(model: ModelConfig) -> int:
@@ -80,6 +98,7 @@ def _mlp_parameters(model: ModelConfig, experts: Experts | None) -> int:
     if experts is None:
         return dense
     biases = (2 * experts.inner + hidden + 1) * experts.has_biases
+    dense += hidden * experts.has_shared_gate
     return dense + experts.num * (3 * hidden * experts.inner + hidden + biases)
 
 

@@ -104,6 +104,7 @@ class ModelConfig:
     has_value_norms: bool = False  # True: values are normalized, without weights.
     has_layer_scalars: bool = False  # True: the output of each layer is multiplied by a number.
     per_layer_inputs: PerLayerInputs | None = None  # None: tokens have no embeddings for layers
+    has_attention_gates: bool = False  # True: attention's output is multiplied by sigmoid(gate).
     # Number of layers in the checkpoint for multi-token prediction. Tandem does not run them.
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
@@ -112,6 +113,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep a state in place of keys and values."""
+        return any(layer.linear is not None for layer in self.layers)
 
     @property
     def attention_scale(self) -> float:
@@ -261,6 +267,7 @@ class ModelConfig:
             has_value_norms=family.has_gemma4_layers,
             has_layer_scalars=family.has_gemma4_layers,
             per_layer_inputs=read_per_layer_inputs(config) if family.has_gemma4_layers else None,
+            has_attention_gates=family.has_attention_gates,
             num_extra_layers=_num_extra_layers(config, family),
             is_text_part=text is not None,
         )
@@ -321,7 +328,8 @@ def _family_of_part(text: Mapping[str, Any]) -> str:
 def _family_of(model_type: object) -> str | None:
     """Returns the supported architecture for a `model_type`; None if there is none."""
     plain = str(model_type).replace("_", "").removesuffix("text")
-    return next((each for each in FAMILIES if each.lower() == f"{plain}forcausallm"), None)
+    name = f"{plain}forcausallm"
+    return next((each for each in FAMILIES if each.lower().replace("_", "") == name), None)
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
