@@ -406,9 +406,6 @@ class ModelRunner:
         else:
             memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
-        heads = None
-        if not self._has_own_pool:
-            heads = self._share.kv_heads(self._model_config.num_kv_heads)
         return memory, [
             StatePool(part.view(group.layout.num_blocks, -1), group.layout)
             if isinstance(group.layout, StateLayout)
@@ -416,7 +413,7 @@ class ModelRunner:
                 part.view(group.layout.num_blocks, -1),
                 group.layout,
                 self._static_of(group),
-                heads,
+                None if self._has_own_pool else self._share.kv_heads(group.layout.num_kv_heads),
             )
             for part, group in zip(parts, layout.groups, strict=True)
         ]

@@ -57,6 +57,7 @@ from tandem.models.config.experts import Experts as ExpertSpec
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
+from tandem.models.limits import why_only_torch
 from tandem_kernels.kv_cache import KvPool, StaticKv
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.logprobs import Logprobs
@@ -103,6 +104,8 @@ _ANGLES_MIN = 2048  # number of positions in a new `_AngleTable`
 
 def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
+    if why := why_only_torch(config):
+        return why
     for layer in config.layers:
         if (linear := layer.linear) is None:
             continue
@@ -328,7 +331,7 @@ class NativeDecoder:
             has_gates=weights.attention_gate is not None,
             attention_out=self._packer.matrix((weights.attention_out,)),
             rope=self._angles.ropes.index(spec.rope),
-            window=spec.window or 0,
+            window=-(spec.window or 0) if spec.is_chunked else spec.window or 0,
             group=place.group,
             place=place.number,
         )
@@ -381,6 +384,7 @@ class NativeDecoder:
             top_k=spec.top_k,
             is_normalized=spec.is_normalized,
             has_sigmoids=spec.has_sigmoids,
+            weighs_inputs=spec.weighs_inputs,
             num_groups=spec.groups.num if spec.groups else 0,
             top_groups=spec.groups.top if spec.groups else 0,
             scale=spec.scale,
