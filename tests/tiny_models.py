@@ -593,8 +593,6 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2 + name.endswith("layer_scalar"))
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn_like(buffer) * 0.2)
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # exp(-8) per token: a state lasts thousands of tokens
                 parameter.sub_(8.0)

@@ -157,8 +157,8 @@ def _delta_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
 def _attention_shapes(
     config: ModelConfig, spec: LayerSpec, layer: str, stored: Collection[str]
 ) -> Shapes:
-    """Returns the shapes of a layer's attention. `layer` is the name of the layer, such as
-    model.layers.0."""
+    """Returns the shapes of a layer's attention. `layer` is the name of the layer, such
+    as model.layers.0."""
     hidden = config.hidden_size
     heads = config.heads_of(spec)
     head_dim = heads.dim

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 Norms = Literal["before", "after", "around", "around_glm", "parallel"]
 QkNorm = Literal["", "head", "all", "rotated", "rotated_plain"]
-Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
 Linear = Literal["", "gated_delta", "gated_delta_joined"]
+Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
 ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4"]
 Fused = Literal["", "mlp", "all"]
 ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed"]

@@ -52,6 +52,9 @@ class LayerSpec:
     # token at position p attends to the tokens from position p - p % window on.
     is_chunked: bool = False
     experts: Experts | None = None  # experts of the layer; None: the layer has a dense MLP
+    # Linear attention: the layer keeps a state of constant size in place of keys and values. None:
+    # the layer has attention.
+    linear: GatedDelta | None = None
     heads: Heads | None = None  # None: the layer has the model's heads
     # Number of the earlier layer whose keys and values this layer reads. None: the layer has its
     # own.
@@ -60,9 +63,6 @@ class LayerSpec:
     lacks_sinks: bool = False  # True: the layer has no attention sinks, although others have.
     # True: values are computed by the matrix of the keys.
     values_are_keys: bool = False
-    # Linear attention: the layer keeps a state of constant size in place of keys and values. None:
-    # the layer has attention.
-    linear: GatedDelta | None = None
 
 
 def read_layers(
@@ -86,8 +86,7 @@ def read_layers(
             raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
         have_rope = slide if have_window else have_rope
     if not family.linear:
-        slides = slide if window else [False] * num_layers
-        _check_layer_types(config, slides, _local_kind(family))
+        _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
     # Layers whose heads differ from those of layers without a window need a KV group of their own.
     has_own_heads = family.has_gemma4_layers or family.has_mimo_layers
     if has_own_heads and any(slide) and window is None:

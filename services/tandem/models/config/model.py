@@ -99,12 +99,12 @@ class ModelConfig:
     # Part of a tensor's name in checkpoints -> the part that stands there in this package.
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
+    has_attention_gates: bool = False  # True: attention's output is multiplied by sigmoid(gate).
     value_dim: int | None = None  # number of elements of a head's value; None: as of its key
     value_scale: float = 1.0  # factor on values
     has_value_norms: bool = False  # True: values are normalized, without weights.
     has_layer_scalars: bool = False  # True: the output of each layer is multiplied by a number.
     per_layer_inputs: PerLayerInputs | None = None  # None: tokens have no embeddings for layers
-    has_attention_gates: bool = False  # True: attention's output is multiplied by sigmoid(gate).
     # Number of layers in the checkpoint for multi-token prediction. Tandem does not run them.
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
@@ -258,6 +258,7 @@ class ModelConfig:
             has_rope_pairs=family.has_rope_pairs,
             tensor_names=family.tensor_names,
             latent=latent,
+            has_attention_gates=family.has_attention_gates,
             value_dim=size(config, "v_head_dim") if family.has_mimo_layers else None,
             value_scale=(
                 optional_number(config, "attention_value_scale", 1.0)
@@ -267,7 +268,6 @@ class ModelConfig:
             has_value_norms=family.has_gemma4_layers,
             has_layer_scalars=family.has_gemma4_layers,
             per_layer_inputs=read_per_layer_inputs(config) if family.has_gemma4_layers else None,
-            has_attention_gates=family.has_attention_gates,
             num_extra_layers=_num_extra_layers(config, family),
             is_text_part=text is not None,
         )

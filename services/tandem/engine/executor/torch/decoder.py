@@ -157,7 +157,8 @@ class Decoder:
                 tell_written()
             if spec.linear is None:
                 attend = attentions[place.group, spec.window, spec.is_chunked]
-                attended = attend(place.number, queries, layer.sinks)[..., : self._config.value_dim]
+                attended = attend(place.number, queries, layer.sinks)
+                attended = attended[..., : self._config.value_dim]
             if layer.latent is not None:
                 latents = attended[..., : layer.latent.values.shape[-1]]
                 attended = self._kernels.linear_of_heads(latents, layer.latent.values)

@@ -74,6 +74,17 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The additional weights of a Gated DeltaNet layer
+    (tandem/models/config/linear_attention.py)."""
+
+    conv: torch.Tensor  # [channels, kernel]: the channels of q, of k and of v
+    a_log: torch.Tensor  # [value heads], float32: logarithm of the decay's factor
+    dt_bias: torch.Tensor  # [value heads], float32: added to the decay's input
+    norm: torch.Tensor  # [value dim]: the norm of each value head's output
+
+
+@dataclass(frozen=True, slots=True)
 class LayerInputWeights:
     """The weights with which a layer adds in the tokens' embeddings for this layer."""
 
@@ -89,17 +100,6 @@ class PerLayerWeights:
     embedding: torch.Tensor  # [vocab, layers * size]
     projection: Linear  # [layers * size, hidden]
     norm: torch.Tensor  # [size]
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """The additional weights of a Gated DeltaNet layer
-    (tandem/models/config/linear_attention.py)."""
-
-    conv: torch.Tensor  # [channels, kernel]: the channels of q, of k and of v
-    a_log: torch.Tensor  # [value heads], float32: logarithm of the decay's factor
-    dt_bias: torch.Tensor  # [value heads], float32: added to the decay's input
-    norm: torch.Tensor  # [value dim]: the norm of each value head's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,12 @@ class LayerWeights:
     # [heads]: one extra score in each head's softmax that belongs to no key; None: no sinks
     sinks: torch.Tensor | None = None
     latent: LatentWeights | None = None  # None: the layer has no latent attention
-    scalar: torch.Tensor | None = None  # [1], a factor on the layer's output; None: no factor
-    # None: tokens have no embeddings for layers.
-    layer_inputs: LayerInputWeights | None = None
     # [heads * head_dim, hidden]: the sigmoid of its product is a factor on attention's output
     attention_gate: Linear | None = None
     delta: DeltaWeights | None = None  # None: the layer has no linear attention
+    scalar: torch.Tensor | None = None  # [1], a factor on the layer's output; None: no factor
+    # None: tokens have no embeddings for layers.
+    layer_inputs: LayerInputWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,12 +275,12 @@ class _Builder:
                 else None
             ),
             mlp=mlp,
+            attention_gate=gate,
             latent=latent,
             scalar=tensors.tensor(f"{name}.layer_scalar")
             if self._config.has_layer_scalars
             else None,
             layer_inputs=self._layer_inputs(name),
-            attention_gate=gate,
             **norms,
         )
 
