@@ -110,6 +110,13 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         "role is 'router'; it must be one of prefill, decode",
     ),
     (lambda: EngineConfig(model="m", ranks_share_gpu=True), "but tensor-parallel is 1"),
+    (lambda: EngineConfig(model="m", expert_parallel=True), "but tensor-parallel is 1"),
+    (
+        lambda: EngineConfig(
+            model="m", expert_parallel=True, tensor_parallel=2, numerics="invariant"
+        ),
+        "but numerics is invariant",
+    ),
     (
         lambda: RouterConfig(
             cluster=CLUSTER, model="m", served_model_name="m", hold_requests_max=0

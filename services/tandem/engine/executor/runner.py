@@ -247,7 +247,9 @@ class ModelRunner:
         if memory is not None and kernels != "native":
             # Quantized matrices are divided by outputs only: a group of inputs has one scale.
             splits = config.numerics == "fast" and not keeps
-            self._host_ranks = SharedMemoryCollectives(memory, splits_inputs=splits)
+            self._host_ranks = SharedMemoryCollectives(
+                memory, splits_inputs=splits, splits_experts=config.expert_parallel
+            )
         self._ranks = self._collectives(config)
         self._share = self._ranks.share
         self._small: NativeDecoder | TorchSteps | TritonSteps
@@ -431,15 +433,12 @@ class ModelRunner:
         else:
             memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
-        heads = None
-        if not self._has_own_pool:
-            heads = self._share.kv_heads(self._model_config.num_kv_heads)
         return memory, [
             make_pool(
                 part.view(group.layout.num_blocks, -1),
                 group.layout,
                 self._static_of(group),
-                heads,
+                None if self._has_own_pool else self._share.kv_heads(group.layout.num_kv_heads),
             )
             for part, group in zip(parts, layout.groups, strict=True)
         ]

@@ -230,7 +230,11 @@ def layer_groups(model: ModelConfig) -> dict[int | None, tuple[int, ...]]:
     attention, comes first."""
     windows = dict.fromkeys(layer.window for layer in model.layers)
     return {
-        window: tuple(i for i, layer in enumerate(model.layers) if layer.window == window)
+        window: tuple(
+            i
+            for i, layer in enumerate(model.layers)
+            if layer.window == window and layer.kv_source is None
+        )
         for window in sorted(windows, key=lambda window: window is not None)
     }
 
@@ -243,13 +247,17 @@ class LayerPlace(NamedTuple):
 
 
 def layer_places(model: ModelConfig) -> list[LayerPlace]:
-    """Returns the place of each layer's KV, in the order of the model's layers."""
+    """Returns the place of each layer's KV, in the order of the model's layers. A layer that reads
+    the KV of an earlier layer has the place of that layer."""
     places = {
         layer: LayerPlace(group, number)
         for group, layers in enumerate(layer_groups(model).values())
         for number, layer in enumerate(layers)
     }
-    return [places[layer] for layer in range(model.num_layers)]
+    return [
+        places[number if layer.kv_source is None else layer.kv_source]
+        for number, layer in enumerate(model.layers)
+    ]
 
 
 def divide_pool(
@@ -301,10 +309,10 @@ def model_layout(
             window,
             BlockLayout(
                 num_blocks=size,
-                num_kv_heads=model.num_kv_heads,
+                num_kv_heads=model.heads_of(model.layers[layers[0]]).num_kv,
                 num_layers=len(layers),
                 block_size=block_size,
-                head_dim=model.head_dim,
+                head_dim=model.heads_of(model.layers[layers[0]]).dim,
                 dtype=dtype,
                 has_values=latent is None,
                 rotated=None if latent is None else latent.rotated_key(dtype, computed_dtype),
