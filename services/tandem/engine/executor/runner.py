@@ -210,7 +210,7 @@ class ModelRunner:
         if self._has_own_pool and config.has_tiers:
             raise ConfigError(
                 f"KV tiers ({', '.join(config.tiers)}) cannot be used with tensor-parallel "
-                f"{config.tensor_parallel} on GPUs, where each rank has a KV pool of its own; set "
+                f"{config.tensor_parallel} if each rank has a KV pool of its own, as on GPUs; set "
                 "tensor-parallel to 1, or remove the KV tiers"
             )
         # Ranks that share a GPU would measure each other's memory.
