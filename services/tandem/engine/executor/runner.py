@@ -231,7 +231,9 @@ class ModelRunner:
         if memory is not None and kernels != "native":
             # Quantized matrices are divided by outputs only: a group of inputs has one scale.
             splits = config.numerics == "fast" and not keeps
-            self._host_ranks = SharedMemoryCollectives(memory, splits_inputs=splits)
+            self._host_ranks = SharedMemoryCollectives(
+                memory, splits_inputs=splits, splits_experts=config.expert_parallel
+            )
         self._ranks = self._collectives(config)
         self._share = self._ranks.share
         self._small: NativeDecoder | TorchSteps | TritonSteps

@@ -143,8 +143,7 @@ class Decoder:
                 )
             else:
                 assert spec.experts is not None
-                share = self._experts(index, spec.experts, layer.mlp, normed, lora)
-                delta = whole_of(self._ranks, self._config.hidden_size, share)
+                delta = self._experts(index, spec.experts, layer.mlp, normed, lora)
             x = self._added(x, delta, layer.mlp_post_norm)
         return self._logits(x, inputs.logit_rows)
 
@@ -224,11 +223,13 @@ class Decoder:
         x = inputs_of(self._ranks, x, matrix.weight.shape[1])
         return lora.add(index, product, self._project(x, (matrix,)), x)
 
-    def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora) -> torch.Tensor:
-        """Returns this rank's share of the output."""
+    def _mlp(
+        self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora, *, is_whole: bool = False
+    ) -> torch.Tensor:
+        """Returns this rank's share of the output; all of it if this rank has the whole MLP."""
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
         gate, up = gate_up.chunk(2, dim=-1)
-        if self._ranks is not ALONE:
+        if self._ranks is not ALONE and not is_whole:
             # The bits of an activation function depend on whether torch computes an element in a
             # vector, that is, on the element's place in its row. So, to get the same bits for any
             # number of ranks, the function is applied to whole rows, as the only rank would.
@@ -252,22 +253,30 @@ class Decoder:
         lora: StepLora,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
-        row, plus the output of the shared MLP; of all this, this rank's share. Each expert
-        multiplies all rows for which it was chosen at once."""
+        row, plus the output of the shared MLP. Each expert multiplies all rows for which it was
+        chosen at once."""
+        share = self._ranks.share
+        width = self._config.hidden_size
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(experts, logits, weights.correction)
         num_out = len(weights.mlps[0].down.weight)
         out = torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
-        if weights.shared is not None:
-            out += self._mlp(index, weights.shared, x, lora)
-        for expert, mlp in enumerate(weights.mlps):
+        shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
+        if shared is not None and not share.splits_experts:
+            out += shared
+        first = share.of(experts.num).start if share.splits_experts else 0
+        for expert, mlp in enumerate(weights.mlps, first):
             rows, places = torch.where(chosen == expert)
             if not len(rows):
                 continue
             padded = torch.nn.functional.pad(rows, (0, -len(rows) % self._kernels.row_multiple))
-            part = self._mlp(index, mlp, x[padded], NO_LORA)[: len(rows)]
-            out.index_add_(0, rows, part.float() * shares[rows, places].unsqueeze(1))
-        return out.to(x.dtype)
+            part = self._mlp(index, mlp, x[padded], NO_LORA, is_whole=share.splits_experts)
+            weighted = part[: len(rows)].float() * shares[rows, places].unsqueeze(1)
+            out.index_add_(0, rows, weighted)
+        if not share.splits_experts:
+            return whole_of(self._ranks, width, out.to(x.dtype))
+        whole = self._ranks.sum(out.to(x.dtype))
+        return whole if shared is None else whole + whole_of(self._ranks, width, shared)
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple
