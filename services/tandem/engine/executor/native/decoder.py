@@ -55,6 +55,7 @@ from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config.experts import Experts as ExpertSpec
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
+from tandem.models.limits import why_only_torch
 from tandem_kernels.kv_cache import KvPool, StaticKv
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.logprobs import Logprobs
@@ -98,6 +99,8 @@ _ANGLES_MIN = 2048  # number of positions in a new `_AngleTable`
 
 def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
+    if why := why_only_torch(config):
+        return why
     if config.head_dim > _HEAD_MAX and config.latent is None:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:
@@ -306,7 +309,7 @@ class NativeDecoder:
             qkv=self._packer.matrix(weights.qkv),
             attention_out=self._packer.matrix((weights.attention_out,)),
             rope=self._angles.ropes.index(spec.rope),
-            window=spec.window or 0,
+            window=-(spec.window or 0) if spec.is_chunked else spec.window or 0,
             group=place.group,
             place=place.number,
         )
@@ -331,6 +334,7 @@ class NativeDecoder:
             top_k=spec.top_k,
             is_normalized=spec.is_normalized,
             has_sigmoids=spec.has_sigmoids,
+            weighs_inputs=spec.weighs_inputs,
             num_groups=spec.groups.num if spec.groups else 0,
             top_groups=spec.groups.top if spec.groups else 0,
             scale=spec.scale,

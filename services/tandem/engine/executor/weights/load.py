@@ -21,10 +21,12 @@ from tandem.engine.executor.weights.checkpoint import check_tied, map_files
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
     LatentWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     Mlp,
     ModelWeights,
+    PerLayerWeights,
     Quantized,
 )
 from tandem.engine.executor.weights.experts import load_experts
@@ -47,7 +49,15 @@ from tandem.engine.executor.weights.tensors_by_name import KeptFor, TensorsByNam
 from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.expert_names import ExpertNames
 from tandem.models.checkpoint.quantized.fp8 import Fp8
-from tandem.models.checkpoint.weight_shapes import EMBEDDING, FINAL_NORM, NORMS, OUTPUT
+from tandem.models.checkpoint.weight_shapes import (
+    EMBEDDING,
+    FINAL_NORM,
+    LAYER_EMBEDDING,
+    LAYER_NORM,
+    LAYER_PROJECTION,
+    NORMS,
+    OUTPUT,
+)
 from tandem.models.config.experts import Experts
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
@@ -115,6 +125,7 @@ def load_weights(
             final_norm=final_norm,
             output=output.weight,
             output_blocks=output.blocks,
+            per_layer=builder.per_layer(),
         )
     output = share_of_outputs(output, share)
     own = share.of(config.hidden_size)
@@ -232,7 +243,8 @@ class _Builder:
             norms["q_norm"] = norms["k_norm"] = self._tensors.ones(self._config.head_dim)
         elif self._config.qk_norm and self._config.qk_norm != "rotated_plain":
             norms["q_norm"] = self._head_norm(f"{attention}.q_norm.weight", spec.rope)
-            norms["k_norm"] = self._head_norm(f"{attention}.k_norm.weight", spec.rope)
+            if spec.kv_source is None:
+                norms["k_norm"] = self._head_norm(f"{attention}.k_norm.weight", spec.rope)
         latent = None
         qkv: tuple[Linear, ...]
         if self._config.latent is not None:
@@ -240,17 +252,47 @@ class _Builder:
             qkv = tuple(self._of_latent(f"{attention}.{part}", rows) for part, rows in parts)
             latent = self._latent(attention, self._config.latent)
         elif self._config.has_fused_qkv:
-            qkv = self._rotary_first((tensors.linear(f"{attention}.qkv_proj"),), spec.rope)
+            qkv = self._rotary_first((tensors.linear(f"{attention}.qkv_proj"),), spec)
         else:
-            own = tensors.joined(*(f"{attention}.{part}_proj" for part in "qkv"))
-            qkv = self._rotary_first(own, spec.rope)
+            parts_of_layer = "qkk" if spec.values_are_keys else "qkv"
+            if spec.kv_source is not None:
+                parts_of_layer = "q"
+            own = tensors.joined(*(f"{attention}.{part}_proj" for part in parts_of_layer))
+            qkv = self._rotary_first(own, spec)
         return LayerWeights(
             qkv=qkv,
             attention_out=tensors.linear(f"{attention}.o_proj"),
-            sinks=tensors.tensor(f"{attention}.sinks") if self._config.has_sinks else None,
+            sinks=(
+                tensors.tensor(f"{attention}.sinks")
+                if self._config.has_sinks and not spec.lacks_sinks
+                else None
+            ),
             mlp=self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp"),
             latent=latent,
+            scalar=tensors.tensor(f"{name}.layer_scalar")
+            if self._config.has_layer_scalars
+            else None,
+            layer_inputs=self._layer_inputs(name),
             **norms,
+        )
+
+    def per_layer(self) -> PerLayerWeights | None:
+        """Returns the weights of the embeddings for each layer; None if there are none."""
+        if self._config.per_layer_inputs is None:
+            return None
+        return PerLayerWeights(
+            self._tensors.tensor(LAYER_EMBEDDING),
+            Linear(self._tensors.tensor(LAYER_PROJECTION), None),
+            self.norm(LAYER_NORM),
+        )
+
+    def _layer_inputs(self, name: str) -> LayerInputWeights | None:
+        if self._config.per_layer_inputs is None:
+            return None
+        return LayerInputWeights(
+            self._tensors.linear(f"{name}.per_layer_input_gate"),
+            self._tensors.linear(f"{name}.per_layer_projection"),
+            self.norm(f"{name}.post_per_layer_input_norm.weight"),
         )
 
     def norm(self, name: str) -> torch.Tensor:
@@ -292,10 +334,10 @@ class _Builder:
         shared = self._mlp(f"{layer}.mlp.shared_experts") if experts.shared_inner else None
         return load_experts(self._tensors, self._names, layer, experts, shared)
 
-    def _rotary_first(self, parts: tuple[Linear, ...], rope: Rope) -> tuple[Linear, ...]:
+    def _rotary_first(self, parts: tuple[Linear, ...], spec: LayerSpec) -> tuple[Linear, ...]:
         """Returns the matrices with the rows of q, k and v in the order that the kernels expect.
         `parts` are these three matrices, or one matrix with the rows of all three."""
-        orders = rotary_rows(self._config, rope)
+        orders = rotary_rows(self._config, spec)
         if not orders:
             return parts
         if len(parts) == 1:
