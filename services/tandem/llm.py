@@ -756,7 +756,8 @@ class _EngineThread:
                     self._deliver(engine.step())
         except BaseException as error:
             log.exception(
-                "the engine of this LLM failed; its unfinished requests end with an error"
+                "the engine of this LLM failed: all its requests end with an error, and it accepts "
+                "no more; create a new LLM"
             )
             reason = f"the engine of this LLM failed: {self._rank_end or repr(error)}"
         finally:

@@ -415,8 +415,8 @@ class _Launch:
 
     def _restart_redis(self, redis: EmbeddedRedis) -> None:
         self._screen.say(
-            "[yellow]Redis ended and is started again at the same address; until then, the routers "
-            "serve requests with the workers that they already know"
+            "[yellow]Redis ended and is being started again at the same address; until it answers, "
+            "the routers serve requests with the workers that they already know"
         )
         while True:
             try:

@@ -129,8 +129,8 @@ class LaunchOptions(Options):
         sizes = (self.num_routers, self.num_prefill, self.num_decode)
         if not self.listen and any(labels_of(size) for size in sizes):
             raise ConfigError(
-                "a label in --prefill, --decode or --routers chooses hosts, which needs --listen; "
-                "set --listen, or remove the label"
+                "a label in --prefill, --decode or --routers chooses among machines, but without "
+                "--listen this machine is the only one; set --listen, or remove the label"
             )
         if self.listen and self.no_cluster_tls:
             raise ConfigError(

@@ -155,7 +155,8 @@ class RouterOptions(AdmissionOptions):
     host: Annotated[str, Own] = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     api: Annotated[Literal["both", "http", "grpc"], Own] = "both"
-    """Public APIs of this process. With grpc, --grpc-memory limits the memory of the process."""
+    """APIs that this process serves to clients. With grpc, it drains and ends when its memory has
+    grown by --grpc-memory, and `tandem up`, Kubernetes or Compose starts it again."""
     http_port: Annotated[Port, Own] = 8000
     """Port of the HTTP API. With --api grpc, only for probes and other routers."""
     grpc_port: Annotated[Port, Own] = 8001
@@ -171,15 +172,15 @@ class RouterOptions(AdmissionOptions):
         Own,
         by_comma("POOL=RESOURCE/NAME,...", parse_scale_objects),
     ] = field(default_factory=dict)
-    """Kubernetes objects whose numbers of replicas are the pool sizes, such as
-    prefill=statefulsets/NAME. Default: the pool controller sets the sizes."""
+    """Kubernetes objects that run the pools, such as prefill=statefulsets/NAME. The router sizes a
+    pool by its object's number of replicas. Default: the pool controller sizes the pools."""
     tokenizer_processes: Positive = 1
     """Number of processes that render and tokenize prompts."""
     lookup_deadline_s: Seconds = 0.02
     """Longest wait for the prefix tree in Redis, in seconds. Raise it for a distant Redis."""
     hold_deadline_s: Seconds = 30.0
-    """Seconds that a request waits while a pool has no worker. It should be longer than the start
-    of a worker."""
+    """Seconds that a request waits for a decode worker to become ready, before the request fails.
+    Set a longer time than a worker takes to start."""
     drain_deadline_s: Seconds = 30.0
     """Time in seconds for running requests to finish, when the router stops."""
     header_bytes_max: Annotated[PositiveSize, _Http] = 64 << 10

@@ -54,8 +54,8 @@ class TransferConfig(Options):
     """Transfer the KV blocks of a prompt while its next blocks are computed, instead of after the
     whole prompt."""
     heartbeat_timeout_s: PositiveSeconds = 30.0
-    """A worker that sends KV blocks counts as hung if its engine computes no step for this many
-    seconds."""
+    """Longest time, in seconds, that a worker waits for KV blocks from a peer whose engine computes
+    no step. The worker then tries another peer, or computes the blocks itself."""
     pull_deadline_s: PositiveSeconds = 30.0
     """Longest time for the transfer of one group of KV blocks, in seconds."""
     warm_blocks: Count = 0

@@ -201,9 +201,9 @@ def _check_divisors(divisors: list[int]) -> None:
     work = max(sum(d for d in divisors if d > 1), reduce(_lcm, divisors, 1))
     if work > DIVISORS_MAX:
         raise ValueError(
-            "its values of multipleOf are too large: written without decimal points and trailing "
-            "zeros (25 for 2.5 and for 250), they must have a sum and a least common multiple of "
-            f"at most {DIVISORS_MAX}"
+            "the multipleOf values are too large: their sum and their least common multiple must "
+            f"be at most {DIVISORS_MAX}, where each value counts without its decimal point and "
+            "trailing zeros (2.5 and 250 count as 25); use fewer or smaller values"
         )
 
 

@@ -164,7 +164,8 @@ def _tiktoken(settings: Mapping[str, Any], file: Path) -> _Tokens:
             continue
         if not _LINE.fullmatch(line):
             raise ConfigError(
-                f"line {number} is {line[:80]!r}; it must be a token in base64, a space and a rank"
+                f"line {number} is {line[:80]!r}; it must be a token in base64, a space and the "
+                "token's merge rank, an integer"
             )
         token, rank = line.split()
         ranked[_decode_token(token, f"line {number}")] = int(rank)
@@ -229,8 +230,8 @@ def _tekken(file: Path) -> _Tokens:
         token = each.get("token_bytes") if isinstance(each, dict) else None
         if not isinstance(token, str) or each.get("rank") != number:
             raise ConfigError(
-                f"entry {number} of vocab is {each!r:.80}; it must have the rank {number} and "
-                "token_bytes in base64"
+                f"entry {number} of vocab is {each!r:.80}; it must be an object whose rank is "
+                f"{number} and whose token_bytes is a string in base64"
             )
         ranked[_decode_token(token.encode(), f"vocab {number}")] = number
     _check_ranks(ranked)
@@ -282,7 +283,10 @@ def _decode_token(token: bytes, place: str) -> bytes:
 
 def _check_ranks(ranked: Mapping[bytes, int]) -> None:
     if sorted(ranked.values()) != list(range(len(ranked))):
-        raise ConfigError(f"the ranks of its {len(ranked)} tokens must be 0 to {len(ranked) - 1}")
+        raise ConfigError(
+            f"the merge ranks of the {len(ranked)} tokens must be the integers from 0 to "
+            f"{len(ranked) - 1}, each once"
+        )
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranked]:
         raise ConfigError(f"it has no token for the byte {missing[0]}; each byte must be a token")
 

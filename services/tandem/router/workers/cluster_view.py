@@ -330,9 +330,10 @@ class ClusterView:
             # too. So they get time to write their records again, and are not removed meanwhile.
             pause_s = now - self._read_at
             log.info(
-                "this router was paused and read no worker records for %.1f s; workers get time to "
-                "write them again",
+                "this router stood still and read no worker records for %.1f s; for the next %g s, "
+                "it keeps decode workers that are connected but have no record",
                 pause_s,
+                self.cluster.record_ttl_s,
             )
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
@@ -448,7 +449,11 @@ class ClusterView:
 
     def _lose_redis(self, error: BaseException) -> None:
         if self.redis_state != "lost":
-            log.warning("Redis does not answer (%r), so the last known workers are used", error)
+            log.warning(
+                "Redis does not answer (%r); until it does, this router uses the workers that it "
+                "knows",
+                error,
+            )
             text = "Redis did not answer; the last known workers were used"
             self.events.add("redis", "", text, once=f"lost:{int(time.time()) // 60}")
         self.redis_state = "lost"

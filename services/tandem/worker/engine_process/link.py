@@ -134,8 +134,8 @@ class EngineLink:
         except TimeoutError:
             self.tell_stacks()
             raise WorkerLost(
-                f"the engine did not load its model within {deadline_s:g} s; a longer "
-                "--start-deadline gives it more time"
+                f"the engine did not load its model within {deadline_s:g} s; if the model needs "
+                "more time, raise --start-deadline"
             ) from None
         self._map_pool(found, pool_fd)
         return found

@@ -310,7 +310,7 @@ class TestGpuMemory:
         (["--decode", "1:gpu"], "the label 'gpu' must be NAME=VALUE"),
         (["--decode", "x:gpu=a"], "is not a whole number"),
         (["--decode", "99"], "at most 64"),
-        (["--decode", "1:gpu=a"], "chooses hosts, which needs --listen"),
+        (["--decode", "1:gpu=a"], "without --listen this machine is the only one"),
     ],
 )
 def test_a_pool_whose_size_or_labels_are_wrong_is_refused(words: list[str], why: str) -> None:

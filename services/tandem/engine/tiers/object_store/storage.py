@@ -276,7 +276,8 @@ def _start_threads(name: str) -> ThreadPoolExecutor:
     except RuntimeError as error:  # a thread could not be started, or the barrier timed out
         all_run.abort()
         raise ConfigError(
-            f"the threads that send requests to the object store do not start: {error!r}"
+            f"the {_AT_ONCE} threads that send requests to the object store could not be started "
+            f"({error!r}); check the limit on threads (ulimit -u, or the container's pids limit)"
         ) from error
     return threads
 

@@ -202,7 +202,7 @@ def read_object(client: Client, owner: str) -> dict[str, Any] | None:
     with _unless(404, owner):
         live: dict[str, Any] = client.get(resource, name).to_dict()
         return live
-    log.info("%s does not exist yet, so its size is not set", owner)
+    log.info("%s does not exist yet, so this job skips it", owner)
     return None
 
 
@@ -235,7 +235,10 @@ def run_job(run: Callable[[Client, Sequence[str]], None]) -> int:
         with open_client(Client, Path(SERVICE_ACCOUNT)) as client:
             run(client, sys.argv[1:])
     except TandemError as error:
-        log.error("the upgrade is stopped: %s", error.message)
+        log.error(
+            "this attempt failed, and the upgrade fails, too, if no attempt succeeds: %s",
+            error.message,
+        )
         return LATE if isinstance(error, DeadlineExceeded) else 1
     return 0
 
