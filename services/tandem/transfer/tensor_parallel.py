@@ -176,5 +176,5 @@ def _check_alike(producer: BlockLayout, local: BlockLayout) -> None:
     ]
     if differences:
         raise Incompatible(
-            "this worker cannot read the producer's blocks: " + "; ".join(differences)
+            "this worker cannot read the peer's KV blocks: on the peer, " + "; ".join(differences)
         )

@@ -78,7 +78,7 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
         tokens_max = around + 64 + _TOKENS_PER_BYTE_MAX * len(text.encode())
         if len(ids) > tokens_max:
             raise ConfigError(
-                f"its rules turn the text {json.dumps(shown)} into {len(ids)} tokens; at most "
+                f"it encodes the text {json.dumps(shown)} as {len(ids)} tokens; at most "
                 f"{tokens_max} tokens are allowed"
             )
         num_characters = len(tokenizer.decode(ids))

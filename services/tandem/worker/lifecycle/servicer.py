@@ -150,7 +150,9 @@ class Servicer(WorkerServicer):
                 ("CUDA IPC", producer.cuda_ipc_error),
             ):
                 if error:
-                    log.warning("this worker cannot serve blocks over %s: %s", name, error)
+                    log.warning(
+                        "other workers cannot pull this worker's KV over %s: %s", name, error
+                    )
             if "nixl" in request.transports and producer.metadata:
                 response.transports.insert(0, "nixl")
                 response.nixl_metadata = producer.metadata

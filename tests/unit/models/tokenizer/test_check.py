@@ -52,7 +52,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "grows by an expression": (replace({"Regex": "q[ij]"}, "b" * 300), "300 times its length"),
     "prepends": (
         lambda file: file.update(normalizer={"type": "Prepend", "prepend": "b" * 100_000}),
-        "turn the text .* into .* tokens",
+        "encodes the text .* as .* tokens",
     ),
     "around": (around(20_000), "adds 20000 tokens to each text"),
     "decodes": (
