@@ -175,7 +175,7 @@ def test_a_degree_that_does_not_divide_is_refused(heads: int, degree: int) -> No
     ],
 )
 def test_all_else_that_differs_is_refused_by_name(field: str, value: Any, named: str) -> None:
-    with pytest.raises(Incompatible, match=f": {named}$"):
+    with pytest.raises(Incompatible, match=f": on the peer, {named}$"):
         descriptors(layout(2, **{field: value}), layout(4), BlockPairs([], []), local_rank=0)
 
 
