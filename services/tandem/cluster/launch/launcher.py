@@ -272,8 +272,8 @@ class _Launch:
                     self._adopt_new_head(ends)
                 case name:
                     self._screen.say(
-                        f"[yellow]Ray's {name} ended; requests are still served. Ray is restarted, "
-                        "and until it is up, no worker is restarted or added"
+                        f"[yellow]Ray's {name} ended, and Ray is being restarted. Requests are "
+                        "still served; workers are restarted or added only once Ray is up"
                     )
                     self._publish_head(why=f"{name} ended")
                     ends.forget(*self._ray_pids)

@@ -104,8 +104,8 @@ class EngineOptions(Options):
     block_size: Positive = 16
     """Number of tokens in a KV block."""
     kv_bytes_max: Annotated[SizeOrNone, Parameter(name="--kv-memory")] = None
-    """Memory of a worker's KV cache, such as 4GiB. 0: 1GiB on CPUs; on GPUs, the part of
-    --gpu-memory-utilization that the rest of the worker does not need."""
+    """Memory of a worker's KV cache, such as 4GiB. 0: 1GiB on CPUs; on GPUs, all memory that
+    --gpu-memory-utilization allows and the rest of the worker does not need."""
     num_blocks: PositiveOrNone = None
     """Number of blocks in the KV cache. 0: as many as --kv-memory holds."""
     gpu_memory_utilization: GpuShare = 0.9

@@ -266,8 +266,8 @@ def _checked_lark(text: str) -> str:
         brackets, used = rules[name]
         if depth + brackets > EXPANDED_DEPTH_MAX:
             raise ValueError(
-                f"its rules use each other more than {EXPANDED_DEPTH_MAX} levels deep, which "
-                "the compiler's stack does not allow"
+                f"the grammar is nested more than {EXPANDED_DEPTH_MAX} levels deep, including the "
+                "rules that its rules use"
             )
         seen.add(name)
         for other in used:

@@ -200,8 +200,8 @@ def _family(settings: Mapping[str, Any], file: Path, num_ranks: int) -> _Family:
     by_code = next((family for name, family in _BY_CODE.items() if name in code), None)
     if by_code is None and settings.get("auto_map"):
         raise UnsupportedModel(
-            f"its tokenizer needs the code {code:.80}, which is not supported; supported are the "
-            "tiktoken files of Llama 3, Qwen and Kimi. Save the tokenizer as tokenizer.json"
+            f"its tokenizer needs the Python code {code:.80}, which is not run; only the tiktoken "
+            "files of Llama 3, Qwen and Kimi are supported. Save the tokenizer as tokenizer.json"
         )
     by_name = _KIMI if file.name == "tiktoken.model" else _LLAMA3
     by_name = _QWEN if file.suffix == ".tiktoken" else by_name
@@ -256,8 +256,8 @@ def _tekken_special_tokens(given: Any, num: int) -> dict[str, int]:
             )
             if type(rank) is not int or not 0 <= rank < num or not isinstance(name, str):
                 raise ConfigError(
-                    f"special_tokens has the entry {each!r:.80}; it must have a rank from 0 to "
-                    f"{num - 1} and a token_str"
+                    f"special_tokens has the entry {each!r:.80}; it must have rank, an integer "
+                    f"from 0 to {num - 1}, and token_str, a string"
                 )
             names[rank] = name
     return {names.get(rank, f"<SPECIAL_{rank}>"): rank for rank in range(num)}

@@ -259,7 +259,7 @@ def test_what_cannot_be_read_is_named(ranked: list[bytes], tmp_path: Path) -> No
         (
             lines(ranked),
             code,
-            "tokenization_other.*supported are the tiktoken files of Llama 3, Qwen",
+            "tokenization_other.*only the tiktoken files of Llama 3, Qwen",
         ),
         (
             lines(ranked),

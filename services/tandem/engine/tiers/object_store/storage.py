@@ -230,7 +230,7 @@ class _Health:
         with self._lock:
             self._lock.wait_for(lambda: not self._is_probed, 2 * REQUEST_S)
             if not self._may_request():
-                raise OSError("the object store failed recently and is not used for now")
+                raise OSError("the object store failed recently; requests to it are paused")
             self._is_probed = self._has_failed
 
     def succeed(self) -> None:

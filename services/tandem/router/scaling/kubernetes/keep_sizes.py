@@ -146,13 +146,14 @@ def free_groups(client: Client, owner: str) -> None:
         with _unless(409, owner):
             client.patch(resource, name, patch, patch_type=PatchType.MERGE)
             log.info(
-                "%s: the worker groups no longer belong to the field managers that patched them "
-                "(managedFields in Kubernetes), so the upgrade can now change the groups",
+                "%s: field managers that had patched the worker groups were removed from "
+                "managedFields, so that the upgrade can change the worker groups",
                 owner,
             )
             return
     raise ScaleAway(
-        f"{owner} cannot be changed: it was changed by others during all {_ATTEMPTS} attempts"
+        f"{owner} cannot be changed, because other programs changed it during each of {_ATTEMPTS} "
+        "attempts; try again"
     )
 
 
@@ -191,8 +192,8 @@ def set_size(
             log.info("the size of %s was set to %d replicas", owner, size)
             return size
     raise ScaleAway(
-        f"the size of {owner} cannot be set: it was changed by others during all {_ATTEMPTS} "
-        "attempts"
+        f"the size of {owner} cannot be set, because other programs changed {owner} during each of "
+        f"{_ATTEMPTS} attempts; try again"
     )
 
 
