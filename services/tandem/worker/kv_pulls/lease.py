@@ -239,9 +239,9 @@ class ConsumerLease:
                         on_answer(event)
                         if self._next_block != self._end_block:
                             raise LeaseLost(
-                                f"{self.peer.worker_id} announced "
-                                f"{self._next_block - self._first_block} KV blocks; this worker "
-                                f"needs {self._end_block - self._first_block}"
+                                f"{self.peer.worker_id} announced the KV blocks before number "
+                                f"{self._next_block}; this worker needs those before number "
+                                f"{self._end_block}"
                             )
                         self._is_answered = True
                         stream.engine_waited_for = False

@@ -209,7 +209,8 @@ class TestGpus:
         )
         assert refusal(f"{two} --decode 3", 5) == (
             "4 workers with 2 GPUs each do not fit on 5 GPUs, because a GPU may have at most 1 of "
-            "them; lower --prefill or --decode, or set --workers-per-gpu to 2"
+            "them; lower --prefill or --decode, or set --workers-per-gpu to 2, so that workers "
+            "share a GPU's memory"
         )
 
     @pytest.mark.parametrize("listen", ["", " --listen 10.0.0.1"])
