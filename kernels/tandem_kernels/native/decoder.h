@@ -28,6 +28,7 @@
 #include <cstdint>
 
 #include "cpu.h"
+#include "state.h"
 
 namespace tandem {
 
@@ -268,6 +269,8 @@ struct Entry {
     double (*product_gflops)(int num_threads, Kind kind);
     double (*read_gb_per_s)(const float* data, size_t num, int num_threads);
     void (*measure)(const float* logits, int vocab, const Measure&, int num_threads);
+    void (*convolve)(const Convolution&, const Team&);
+    void (*scan_states)(const StateScan&, const Team&);
 };
 
 #if defined(__x86_64__)

@@ -434,6 +434,14 @@ class Library:
         self._library.tandem_final_hidden(decoder, address(rows), len(rows), address(found))
         return found
 
+    def state_operation(
+        self, name: str, operation: Structure, num_threads: int, instructions: str | None
+    ) -> None:
+        """Calls the function `name` of api.cpp for an operation of state.h."""
+        wanted = instructions.encode() if instructions else None
+        function = self._function(name, None, [c_char_p, c_void_p, c_int32])
+        function(wanted, byref(operation), num_threads)
+
     def take_stages(self, decoder: int) -> dict[Stage, float]:
         """Returns the seconds that steps spent in each stage since the last call of this
         method."""

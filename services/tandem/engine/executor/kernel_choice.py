@@ -59,6 +59,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
     if chosen == "native":
         if device.type != "cpu":
             return f"the native kernels compute on CPUs only, and the device is {device.type}"
+        if config.expert_parallel:
+            return "expert-parallel needs torch or triton kernels; native ones divide each expert"
         return why_not_native(model)
     if chosen != "triton":
         return ""

@@ -102,17 +102,16 @@ class _CallRules(GrammarRules):
             raise _cannot_call(name, "the type of its parameters must be object")
         try:
             if self.frame.pair is not None:
-                return self._pairs(schema, self.frame.pair, is_strict=is_strict)
+                return self._pairs(schema, is_strict=is_strict)
             return self._json(schema, is_strict=is_strict)
         except ValueError as error:
             raise _cannot_call(name, str(error)) from None
 
-    def _pairs(self, schema: dict[str, Any], around: tuple[str, str], *, is_strict: bool) -> str:
-        """Returns the rule of arguments that are written as tagged parameters.
+    def _pairs(self, schema: dict[str, Any], *, is_strict: bool) -> str:
+        """Returns the rule of arguments that are written as pairs, such as tagged parameters.
 
-        The parameters have the order of the schema. `around` has the strings before and after each
-        value, such as `<parameter=%s>` and `</parameter>`. Raises ValueError if the format cannot
-        express the schema.
+        The parameters have the order of the schema. Raises ValueError if the format cannot express
+        the schema.
         """
         for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
             if keyword in schema:
@@ -134,15 +133,16 @@ class _CallRules(GrammarRules):
                     f"this model's format of tool calls does not allow {key[:80]!r} as the name of "
                     "a parameter"
                 )
-            end = around[1].replace("%s", key)
+            is_text = types_of(wanted) == {"string"} and not self.frame.quotes_values
+            opens, end = self.frame.pair_of(key, is_text=is_text)
             if self.frame.nested is not None:
                 value = self._nested(key, wanted, end, shared, is_strict=is_strict)
-            elif types_of(wanted) == {"string"} and not self.frame.quotes_values:
+            elif is_text:
                 value = self._string(key, wanted, end, is_strict=is_strict)
             else:
                 whole = {**wanted, **shared} if isinstance(wanted, dict) else wanted
                 value = f"{self._json(whole, is_strict=is_strict)} {self.text(end)}"
-            pairs.append((f"{self.text(around[0], key)} {value}", key in required))
+            pairs.append((f"{self.text(opens)} {value}", key in required))
         return self._sequence(pairs, self.text(self.frame.between_pairs))
 
     def _nested(
@@ -204,8 +204,7 @@ class _CallRules(GrammarRules):
         """Returns the rule of the pairs of an object inside a value."""
         assert self.frame.pair is not None
         if schema.get("properties"):
-            whole = {**schema, **shared}
-            return self._pairs(whole, self.frame.pair, is_strict=is_strict)
+            return self._pairs({**schema, **shared}, is_strict=is_strict)
         opens, closes = self.frame.pair
         if "%s" in closes:  # No grammar can repeat a name that is not in the schema.
             return self._json({"type": "object"}, is_strict=is_strict)

@@ -72,7 +72,8 @@ class CallFrame:
     between: str = ""  # text between two calls
     closes: str = ""  # text after the last call
     # Text before and text after each parameter's value, such as ("<parameter=%s>", "</parameter>"),
-    # where `%s` stands for the parameter's name. None: the arguments are written as a JSON object.
+    # where `%s` stands for the parameter's name, and `%t` for "true" if the value is a string
+    # without quotes, else for "false". None: the arguments are written as a JSON object.
     pair: tuple[str, str] | None = None
     between_pairs: str = ""
     quotes_values: bool = False  # True: values in pairs are JSON. False: strings have no quotes.
@@ -92,12 +93,20 @@ class CallFrame:
     def _arguments(self, arguments: Mapping[str, Any]) -> str:
         if self.pair is None:
             return json.dumps(arguments, ensure_ascii=False)
-        opens, closes = self.pair
-        pairs = (
-            f"{opens.replace('%s', k)}{self.value(v)}{closes.replace('%s', k)}"
-            for k, v in arguments.items()
-        )
+        pairs = []
+        for key, value in arguments.items():
+            is_text = isinstance(value, str) and not self.quotes_values
+            opens, closes = self.pair_of(key, is_text=is_text)
+            pairs.append(f"{opens}{self.value(value)}{closes}")
         return self.between_pairs.join(pairs)
+
+    def pair_of(self, key: str, *, is_text: bool) -> tuple[str, str]:
+        """Returns the text before and after the value of one parameter. `is_text` is True if the
+        value is a string without quotes."""
+        assert self.pair is not None
+        opens, closes = self.pair
+        opens = opens.replace("%s", key).replace("%t", "true" if is_text else "false")
+        return opens, closes.replace("%s", key)
 
     def value(self, value: Any) -> str:
         """Returns the value of an argument as the model writes it in a pair."""
@@ -123,6 +132,7 @@ class ReasoningTags(NamedTuple):
     closes: str
     # Strings before and after the content of an answer, such as ("<response>", "</response>").
     around_content: tuple[tuple[str, str], ...] = ()
+    prompt_adds: str = ""  # what a prompt may have after `opens`, inside the reasoning
 
     @property
     def marks(self) -> Sequence[str]:
@@ -192,13 +202,20 @@ def _tagged(
     <tool_call><function=find><parameter=q>x</parameter></function></tool_call>.
 
     `wrapper` is the tag around all calls, such as "<tool_call>". `call` and `key` are the opening
-    tags of a call and of a parameter, with `%s` for the name. `on_lines` is True if a value is
-    written on lines of its own. `bare_calls` is True if calls without a wrapper are parsed, too.
-    `shares_wrapper` is True if the model writes all calls of an answer into one wrapper.
+    tags of a call and of a parameter, with `%s` for the name and `%t` as in `CallFrame.pair`.
+    - `on_lines` is True if a value is written on lines of its own.
+    - `bare_calls` is True if calls without a wrapper are parsed, too.
+    - `shares_wrapper` is True if the model writes all calls of an answer into one wrapper.
     """
     wrapper_ends = f"</{wrapper[1:]}"
     call_ends = f"</{re.split('[= ]', call[1:])[0]}>"
     (call_opens, name_ends), (key_opens, key_ends) = call.split("%s"), key.split("%s")
+    key_states = {key_ends: "value"}
+    if "%t" in key_ends:
+        key_states = {
+            key_ends.replace("%t", "true"): "text",
+            key_ends.replace("%t", "false"): "value",
+        }
     calls = {wrapper: "call", call_opens: "name"}
     line = "\n" if on_lines else ""
     return ToolFormat(
@@ -207,8 +224,9 @@ def _tagged(
             "call": State(Text.INSIDE, {call_opens: "name"}),
             "name": State(Text.NAME, {name_ends: "body"}),
             "body": State(Text.INSIDE, {key_opens: "key", call_ends: "between"}),
-            "key": State(Text.KEY, {key_ends: "value"}),
+            "key": State(Text.KEY, key_states),
             "value": State(Text.VALUE, {value_ends: "body"}),
+            "text": State(Text.TEXT_VALUE, {value_ends: "body"}),
             "between": State(Text.BETWEEN, {wrapper_ends: "between", **calls}),
         },
         frames=[
@@ -275,6 +293,56 @@ _OLMO3 = _enclosed(
     _python_calls("<function_calls>\n", "\n", "\n</function_calls>"),
     PYTHON,
 )
+
+
+# MiniMax M3 has a string of its own before each tag, and writes objects and arrays as tags, such as
+# <tags><item>a</item><item>b</item></tags>.
+_NAMESPACE = "]<]minimax[>["
+_MINIMAX_M3 = ToolFormat(
+    states={
+        "content": State(Text.CONTENT, {f"{_NAMESPACE}<tool_call>": "call"}),
+        "call": State(Text.INSIDE, {f'{_NAMESPACE}<invoke name="': "name"}),
+        "name": State(Text.NAME, {'">': "body"}),
+        "body": State(Text.INSIDE, {f"{_NAMESPACE}<": "key", f"{_NAMESPACE}</invoke>": "between"}),
+        "key": State(Text.KEY, {">": "value"}),
+        "value": State(Text.VALUE, {f"{_NAMESPACE}<": "key", f"{_NAMESPACE}</": "value end"}),
+        "value end": State(Text.VALUE_END, {">": "value"}, otherwise="body"),
+        "between": State(
+            Text.BETWEEN,
+            {
+                f'{_NAMESPACE}<invoke name="': "name",
+                f"{_NAMESPACE}</tool_call>": "between",
+                f"{_NAMESPACE}<tool_call>": "call",
+            },
+        ),
+    },
+    frames=[
+        CallFrame(
+            opens=f"{_NAMESPACE}<tool_call>\n",
+            before=f'{_NAMESPACE}<invoke name="%s">',
+            pair=(f"{_NAMESPACE}<%s>", f"{_NAMESPACE}</%s>"),
+            nested=NestedValues(around_item=(f"{_NAMESPACE}<item>", f"{_NAMESPACE}</item>")),
+            after=f"{_NAMESPACE}</invoke>\n",
+            closes=f"{_NAMESPACE}</tool_call>",
+        )
+    ],
+)
+
+
+def _deepseek(wrapper: str) -> ToolFormat:
+    """Returns the format of the models from DeepSeek V3.2 on."""
+    return _tagged(
+        f"<｜DSML｜{wrapper}>",
+        '<｜DSML｜invoke name="%s">',
+        '<｜DSML｜parameter name="%s" string="%t">',
+        value_ends="</｜DSML｜parameter>",
+        shares_wrapper=True,
+    )
+
+
+_DEEPSEEK_V3_2 = _deepseek("function_calls")
+_DEEPSEEK_V4 = _deepseek("tool_calls")
+
 
 # Llama 3 writes calls as JSON, with or without the tag before them, and semicolons between calls.
 _LLAMA3 = ToolFormat(
@@ -593,8 +661,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mistral": _MISTRAL,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v31": _DEEPSEEK_V3_1,
+    "deepseek_v32": _DEEPSEEK_V3_2,
+    "deepseek_v4": _DEEPSEEK_V4,
     "seed_oss": _SEED_OSS,
     "minimax_m2": _MINIMAX_M2,
+    "minimax_m3": _MINIMAX_M3,
     "glm45": _GLM45,
     "hunyuan": _HUNYUAN,
     "kimi_k2": _KIMI_K2,
@@ -637,7 +708,13 @@ REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "think": ReasoningTags("<think>", "</think>"),
     "mistral": ReasoningTags("[THINK]", "[/THINK]"),
     "gemma4": ReasoningTags("<|channel>thought\n", "<channel|>"),
-    "seed_oss": ReasoningTags("<seed:think>", "</seed:think>"),
+    "minimax_m3": ReasoningTags("<mm:think>", "</mm:think>"),
+    "seed_oss": ReasoningTags(
+        # Its template opens the reasoning only if `thinking_budget` is 0.
+        "<seed:think>",
+        "</seed:think>",
+        prompt_adds="<seed:cot_budget_reflect>",
+    ),
     "hunyuan": ReasoningTags("<think>", "</think>", (("<answer>", "</answer>"),)),
     "hy3": _HY3_THOUGHT,
     "ernie45": ReasoningTags("<think>", "</think>", (("<response>", "</response>"),)),
@@ -650,6 +727,9 @@ REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
 # chosen; if there is none, the first one whose strings all are added tokens.
 _SIGNS_OF_TOOLS = (
     ("harmony", ("<|channel|>", "<|message|>")),
+    ("deepseek_v32", ("｜DSML｜", "function_calls>")),
+    ("deepseek_v4", ("｜DSML｜",)),
+    ("minimax_m3", (_NAMESPACE,)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
     ("hunyuan", (_with_suffix("<tool_calls>"),)),
@@ -679,6 +759,7 @@ _SIGNS_OF_REASONING = (
     ("granite", ("Here is my thought process:",)),
     ("mistral", ("[THINK]",)),
     ("gemma4", ("<|channel>thought",)),
+    ("minimax_m3", ("<mm:think>",)),
     ("seed_oss", ("<seed:think>",)),
     ("cohere", ("<|START_THINKING|>",)),
     ("cohere", ("<|START_RESPONSE|>",)),

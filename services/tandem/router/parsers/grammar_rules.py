@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from tandem.router.parsers.formats import ReasoningTags, ToolFormat
 
+_ANY_TEXT = "/(?s:.*)/"
 _SPACE = r"/[ \n]{1,4}/"
 
 
@@ -31,7 +32,7 @@ class GrammarRules:
         thought = f"{self.up_to(tags.closes)} {self.rule(_SPACE)}?"
         return thought if is_open else f"({self.text(tags.opens)} {thought})?"
 
-    def up_to(self, end: str, characters: str = "/(?s:.*)/") -> str:
+    def up_to(self, end: str, characters: str = _ANY_TEXT) -> str:
         """Returns the rule of free text, followed by the string `end`.
 
         The free text matches the pattern `characters`. It does not contain the terminal that occurs
@@ -41,9 +42,16 @@ class GrammarRules:
         found = (t for t in self.terminals if t in end)
         closes = min(found, key=lambda t: (end.index(t), -len(t)))
         number = len(self.rules)
+        (lead, token_id), *rest = self.split_at_added(closes)
+        if token_id is None and rest:  # an added token inside the terminal, which no text contains
+            lead = end[: end.index(closes)] + lead
+            self.rules.append(f"r{number}[lazy]: {characters} {json.dumps(lead)}")
+            # Only text without a limit of its length may contain `lead`, as in "a</b".
+            times = "+" if characters == _ANY_TEXT else ""
+            return self.rule(f"r{number}{times} {self.text(end.removeprefix(lead))}")
         bare = re.escape(closes).replace("/", r"\/")
         self.rules.append(f"T{number}: {characters} & ~/(?s:.*){bare}(?s:.*)/")
-        if any(token_id is not None for _, token_id in self.split_at_added(closes)):
+        if token_id is not None:
             return self.rule(f"T{number} {self.text(end)}")
         self.rules.append(f"r{number + 1}[lazy]: T{number} {json.dumps(end)}")
         return f"r{number + 1}"

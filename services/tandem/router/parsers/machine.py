@@ -45,10 +45,13 @@ class Text(Enum):
     HEAD = "space before a message's head"
     LABEL = "a word in a message's head"
     KEY = "a parameter's name"
-    VALUE = "a parameter's value"
+    VALUE = "a parameter's value, whose type the schema tells"
+    TEXT_VALUE = "a parameter's value that is a string"
+    VALUE_END = "the name in a tag that ends a value; `otherwise` follows a parameter's value"
 
 
 _HEADS = (Text.HEAD, Text.LABEL)
+_VALUES = (Text.VALUE, Text.TEXT_VALUE)
 _OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN, *_HEADS)
 
 
@@ -178,7 +181,7 @@ class AnswerParser:
         self._run(final=True)
         if self._is_open and self._pairs is not None:
             key = self._word if self._state.text is Text.KEY else ""
-            is_cut = key or self._state.text is Text.VALUE
+            is_cut = key or self._pairs.is_in_value
             self._add_arguments(self._pairs.cut(key) if is_cut else self._pairs.end())
         elif self._is_open and self._call is not None:
             self._add_arguments(self._call.held)
@@ -253,9 +256,12 @@ class AnswerParser:
         if kind is Text.NAME and not self._end_name(next_kind):
             name = "content"
         if kind is Text.KEY and self._pairs is not None:
-            self._add_arguments(self._pairs.begin_value(self._word.strip()))
-        if kind is Text.VALUE and self._pairs is not None:
+            is_text = next_kind is Text.TEXT_VALUE
+            self._add_arguments(self._pairs.begin_value(self._word.strip(), is_text=is_text))
+        ends_value = kind in _VALUES and next_kind not in (Text.KEY, Text.VALUE_END)
+        if self._pairs is not None and (ends_value or kind is Text.VALUE_END):
             self._add_arguments(self._pairs.end_value())
+            name = name if ends_value or self._pairs.is_in_value else self._state.otherwise
         self._enter(name)
 
     def _enter(self, name: str) -> None:
@@ -287,9 +293,9 @@ class AnswerParser:
             self._add_reasoning(text)
         elif self._is_raw:
             self._add_arguments(text)
-        elif kind is Text.KEY:
+        elif kind in (Text.KEY, Text.VALUE_END):
             self._word += text
-        elif kind is Text.VALUE and self._pairs is not None:
+        elif kind in _VALUES and self._pairs is not None:
             self._add_arguments(self._pairs.push(text))
         elif kind in (Text.NAME, Text.SKIPPED, Text.LABEL):
             return self._take_word(text)
@@ -483,7 +489,8 @@ class AnswerParser:
 
 
 def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
-    """Returns (text before the first terminal, the terminal or "").
+    """Returns (text before the first terminal, the terminal or ""). Of two terminals that begin at
+    one place, the longer one is returned.
 
     If `final` is False, more text may follow. So a possible beginning of a terminal at the end of
     `text` is in neither result. Example: with the terminal "</think>", "so </thi" gives
@@ -494,7 +501,9 @@ def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -
     end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
     if not final:
         longest = max(map(len, terminals), default=1)
-        for at in range(max(0, len(text) - longest + 1), end):
-            if any(t.startswith(text[at:]) for t in terminals):
+        for at in range(max(0, len(text) - longest + 1), min(end + 1, len(text))):
+            begun = text[at:]
+            if any(t.startswith(begun) and t != begun for t in terminals):
                 return text[:at], ""
-    return text[:end], next((t for t in terminals if text.startswith(t, end)), "")
+    found = (t for t in terminals if text.startswith(t, end))
+    return text[:end], max(found, key=len, default="")

@@ -31,8 +31,15 @@ from tandem.router.parsers.machine import AnswerParser, Rules, State, Text
 _PLAIN = ToolFormat(states={"content": State(Text.CONTENT)})
 # The tag that opens reasoning, such as <think>, is looked for in this many last tokens of a prompt.
 _TAIL_TOKENS = 16
-# Names of chat template variables that turn reasoning on (True) or off (False).
-_SWITCHES = ("enable_thinking", "thinking")
+# Chat template variable -> its values that turn reasoning on and off.
+_SWITCHES: Mapping[str, tuple[Any, Any]] = {
+    "enable_thinking": (True, False),
+    "thinking": (True, False),
+    "thinking_mode": ("enabled", "disabled"),  # MiniMax M3
+    "thinking_budget": (-1, 0),  # Seed-OSS
+    "reasoning": (True, False),  # Command A
+}
+_COMMON_SWITCHES = ("enable_thinking", "thinking")
 _OWN_VARIABLES = frozenset(("tools", "add_generation_prompt"))
 
 
@@ -124,7 +131,9 @@ class ModelFormat:
         # Clients send `enable_thinking` or `thinking` to all models. So these variables are ignored
         # if this model's template does not use them; other unknown variables are refused.
         requested = {
-            name: v for name, v in requested.items() if name in taken or name not in _SWITCHES
+            name: v
+            for name, v in requested.items()
+            if name in taken or name not in _COMMON_SWITCHES
         }
         for name in requested:
             if name not in taken:
@@ -137,10 +146,7 @@ class ModelFormat:
         return {**self._thinking(thinking), **self._effort(effort), **requested}
 
     def _thinking(self, wanted: bool | None) -> dict[str, Any]:
-        if wanted is None:
-            return {}
-        switch = self._switch()
-        return {switch: wanted} if switch else {}
+        return {} if wanted is None else self._switched(is_on=wanted)
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         if effort is None:
@@ -148,8 +154,8 @@ class ModelFormat:
         if effort == "none":
             if self._reasoning is None and not self.takes_effort:
                 return {}
-            if switch := self._switch():
-                return {switch: False}
+            if off := self._switched(is_on=False):
+                return off
         if self.takes_effort:
             return {"reasoning_effort": effort}
         raise BadRequest(
@@ -158,8 +164,14 @@ class ModelFormat:
             param="reasoning_effort",
         )
 
-    def _switch(self) -> str | None:
-        return next((s for s in _SWITCHES if s in self._variables), None)
+    def _switched(self, *, is_on: bool) -> dict[str, Any]:
+        """Returns the variable that turns reasoning on or off; {} if the template has none."""
+        for name, (on, off) in _SWITCHES.items():
+            if name in self._variables:
+                return {name: on if is_on else off}
+        if self.takes_effort and "no_think" in self._source:  # Hy3
+            return {"reasoning_effort": "high" if is_on else "no_think"}
+        return {}
 
     def answer_parser(
         self,
@@ -230,9 +242,11 @@ class ModelFormat:
     def _begins_in_reasoning(self, prompt_token_ids: Sequence[int], continued: str = "") -> bool:
         if self._reasoning is None:
             return False
-        opens, closes, _ = self._reasoning
-        is_open = continued.rfind(opens) > continued.rfind(closes)
-        return is_open or self._ends_with(prompt_token_ids, opens)
+        tags = self._reasoning
+        if continued.rfind(tags.opens) > continued.rfind(tags.closes):
+            return True
+        ends = {tags.opens, tags.opens + tags.prompt_adds}
+        return any(self._ends_with(prompt_token_ids, end) for end in ends)
 
     def _ends_with(self, prompt_token_ids: Sequence[int], tag: str) -> bool:
         tail = prompt_token_ids[-_TAIL_TOKENS:]

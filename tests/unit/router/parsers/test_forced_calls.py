@@ -140,7 +140,7 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize("name", ["gemma4"])
+@pytest.mark.parametrize("name", ["gemma4", "minimax_m3"])
 def test_nested_values_follow_their_schemas(name: str, folder: Path) -> None:
     setup = Setup(folder, name)
     tools = [{"type": "function", "function": {"name": "grow", "parameters": TREE}}]

@@ -51,7 +51,7 @@ def gemma(value: Any) -> str:
     return json.dumps(value)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(arguments=st.dictionaries(KEYS, VALUES, max_size=3))
 def test_any_arguments_are_read_as_they_were_written(arguments: dict[str, Any]) -> None:
     python = ", ".join(f"{key}={value!r}" for key, value in arguments.items())

@@ -93,6 +93,10 @@ def hermes(*calls: tuple[str, Any]) -> str:
     return "\n".join(f"<tool_call>\n{as_json(c)}\n</tool_call>" for c in calls)
 
 
+def falcon_h1(*calls: tuple[str, Any]) -> str:
+    return f"<tool_call>\n{bare_list(*calls)}\n</tool_call>"
+
+
 def qwen3_coder(*calls: tuple[str, Any]) -> str:
     def parameter(key: str, value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value)
@@ -192,6 +196,28 @@ def deepseek_v31(*calls: tuple[str, Any]) -> str:
     )
 
 
+def deepseek_v32(*calls: tuple[str, Any]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        is_text = isinstance(value, str)
+        text = value if is_text else json.dumps(value)
+        head = f'<｜DSML｜parameter name="{key}" string="{str(is_text).lower()}">'
+        return f"{head}{text}</｜DSML｜parameter>\n"
+
+    return (
+        "<｜DSML｜function_calls>\n"
+        + "".join(
+            f'<｜DSML｜invoke name="{name}">\n'
+            f"{''.join(parameter(k, v) for k, v in arguments.items())}</｜DSML｜invoke>\n"
+            for name, arguments in calls
+        )
+        + "</｜DSML｜function_calls>"
+    )
+
+
+def deepseek_v4(*calls: tuple[str, Any]) -> str:
+    return deepseek_v32(*calls).replace("function_calls>", "tool_calls>")
+
+
 def glm45(*calls: tuple[str, Any]) -> str:
     def pair(key: str, value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value)
@@ -226,6 +252,26 @@ def minimax_m2(*calls: tuple[str, Any]) -> str:
         )
         + "</minimax:tool_call>"
     )
+
+
+def minimax_m3(*calls: tuple[str, Any]) -> str:
+    mark = "]<]minimax[>["
+
+    def tagged(name: str, value: Any) -> str:
+        if isinstance(value, dict):
+            text = "".join(tagged(k, v) for k, v in value.items())
+        elif isinstance(value, list):
+            text = "".join(tagged("item", item) for item in value)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+        return f"{mark}<{name}>{text}{mark}</{name}>"
+
+    invokes = (
+        f'{mark}<invoke name="{name}">{"".join(tagged(k, v) for k, v in arguments.items())}'
+        f"{mark}</invoke>\n"
+        for name, arguments in calls
+    )
+    return f"{mark}<tool_call>\n{''.join(invokes)}{mark}</tool_call>"
 
 
 def hunyuan(*calls: tuple[str, Any]) -> str:
@@ -294,6 +340,7 @@ def bare_list(*calls: tuple[str, Any]) -> str:
 # writer: parser, whether content may stand before the calls
 WRITERS = {
     hermes: ("hermes", True),
+    falcon_h1: ("hermes", True),
     qwen3_coder: ("qwen3_coder", True),
     llama3: ("llama3", False),
     python_tag: ("llama3", True),
@@ -309,10 +356,13 @@ WRITERS = {
     mistral_ids: ("mistral", True),
     deepseek_v3: ("deepseek_v3", True),
     deepseek_v31: ("deepseek_v31", True),
+    deepseek_v32: ("deepseek_v32", True),
+    deepseek_v4: ("deepseek_v4", True),
     glm45: ("glm45", True),
     glm47: ("glm45", True),
     seed_oss: ("seed_oss", True),
     minimax_m2: ("minimax_m2", True),
+    minimax_m3: ("minimax_m3", True),
     hunyuan: ("hunyuan", True),
     hy3: ("hunyuan", True),
     hy3_with_suffix: ("hunyuan", True),
@@ -413,11 +463,45 @@ def test_all_text_arrives_somewhere(parser: str, data: st.DataObject) -> None:
         assert word not in text or any(word in part for part in arrived), (word, text, said)
 
 
-@pytest.mark.parametrize("parser", TOOL_FORMATS)
-def test_no_terminal_begins_another_of_its_state(parser: str) -> None:
-    for state in TOOL_FORMATS[parser].states.values():
-        for one in state.terminals:
-            assert not [t for t in state.terminals if t != one and t.startswith(one)]
+NESTED = {
+    "type": "object",
+    "properties": {
+        "ship": {"$ref": "#/$defs/Address"},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/Item"}},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "none": {"type": "array"},
+        "map": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "$defs": {
+        "Address": {"type": "object", "properties": {"zip": {"type": "string"}}},
+        "Item": {"anyOf": [{"type": "object", "properties": {"qty": {"type": "integer"}}}]},
+    },
+}
+ORDER = {
+    "ship": {"zip": "018956", "city": {"name": "Rome"}},
+    "items": [{"qty": 2}, {"qty": 3}],
+    "tags": ["5", "a < b"],
+    "none": [],
+    "map": {"item": "1"},
+    "other": [1, [True]],
+}
+
+
+def test_tags_inside_a_value_are_objects_and_arrays() -> None:
+    def machine() -> AnswerParser:
+        return make_answer_parser(TOOL_FORMATS["minimax_m3"], None, schemas={"order": NESTED})
+
+    text = minimax_m3(("order", ORDER), ("order", {}))
+    said = whole(machine(), text)
+    assert values(said) == [("order", ORDER), ("order", {})]
+    for place in range(0, len(text), 3):
+        assert cut(machine(), text, [place, place + 1]) == said
+    spaced = text.replace("]<]minimax[>[<zip>", "\n]<]minimax[>[<zip>").replace(
+        "</zip>", "</zip>\n"
+    )
+    assert whole(machine(), spaced) == said
+    begun = text[: text.index("a < b") + 3]
+    assert "a <" in whole(machine(), begun).calls[0][1]
 
 
 MALFORMED = [
@@ -441,11 +525,13 @@ MALFORMED = [
     ("mistral", "[TOOL_CALLS] no such thing"),
     ("mistral", "[TOOL_CALLS]now[ARGS]none"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+    ("deepseek_v32", "<｜DSML｜function_calls>\n</｜DSML｜function_calls>"),
     ("glm45", "<tool_call>what a call"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>"),
     ("seed_oss", "<seed:tool_call>now()</seed:tool_call>"),
     ("minimax_m2", "<minimax:tool_call>now</minimax:tool_call>"),
     ("minimax_m2", '<minimax:tool_call>\n<invoke name="get the weather">'),
+    ("minimax_m3", "]<]minimax[>[<tool_call>now()]<]minimax[>[</tool_call>"),
     ("hunyuan", "<tool_calls>now</tool_calls>"),
     ("hunyuan", "<tool_calls>[1]</tool_calls>"),
     ("nemotron", "<TOOLCALL>now()</TOOLCALL>"),
@@ -506,6 +592,11 @@ def test_the_schema_tells_strings_from_other_values() -> None:
     assert said == [("get_weather", wanted)]
 
 
+def test_a_tag_tells_strings_where_the_schema_does_not() -> None:
+    call = ("get_weather", {"other": "5", "more": 5, "note": "null", "metric": True})
+    assert values(whole(make("deepseek_v4"), deepseek_v4(call))) == [call]
+
+
 def test_objects_that_are_written_as_in_python_become_json() -> None:
     schema = {
         "properties": {"o": {"type": "object"}, "l": {"type": "array"}, "s": {"type": "string"}}
@@ -559,6 +650,7 @@ def test_kimi_keeps_the_ids_of_the_model() -> None:
             "<|START_THINKING|>Hm, 1 < 2.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
         ),
         ("cohere", True, "Hm, 1 < 2.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>"),
+        ("minimax_m3", True, "Hm, 1 < 2.</mm:think>Yes."),
         ("hy3", True, "Hm, 1 < 2.</think:opensource>Yes."),
         ("mistral", False, "[THINK]Hm, 1 < 2.[/THINK]Yes."),
         ("granite", False, "Here is my thought process: Hm, 1 < 2. Here is my response: Yes."),

@@ -153,8 +153,7 @@ class Decoder:
                 )
             else:
                 assert spec.experts is not None
-                share = self._experts(index, spec.experts, layer.mlp, normed, lora)
-                delta = whole_of(self._ranks, self._config.hidden_size, share)
+                delta = self._experts(index, spec.experts, layer.mlp, normed, lora)
             x = self._added(x, delta, layer.mlp_post_norm)
             if layer.layer_inputs is not None and layer_inputs is not None:
                 x = x + self._layer_input(layer.layer_inputs, x, layer_inputs[:, index])
@@ -292,11 +291,13 @@ class Decoder:
         x = inputs_of(self._ranks, x, matrix.weight.shape[1])
         return lora.add(index, product, self._project(x, (matrix,)), x)
 
-    def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora) -> torch.Tensor:
-        """Returns this rank's share of the output."""
+    def _mlp(
+        self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora, *, is_whole: bool = False
+    ) -> torch.Tensor:
+        """Returns this rank's share of the output; all of it if this rank has the whole MLP."""
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
         gate, up = gate_up.chunk(2, dim=-1)
-        if self._ranks is not ALONE:
+        if self._ranks is not ALONE and not is_whole:
             # The bits of an activation function depend on whether torch computes an element in a
             # vector, that is, on the element's place in its row. So, to get the same bits for any
             # number of ranks, the function is applied to whole rows, as the only rank would.
@@ -320,15 +321,19 @@ class Decoder:
         lora: StepLora,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
-        row, plus the output of the shared MLP; of all this, this rank's share. Each expert
-        multiplies all rows for which it was chosen at once."""
+        row, plus the output of the shared MLP. Each expert multiplies all rows for which it was
+        chosen at once."""
+        share = self._ranks.share
+        width = self._config.hidden_size
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(experts, logits, weights.correction)
         num_out = len(weights.mlps[0].down.weight)
         out = torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
-        if weights.shared is not None:
-            out += self._mlp(index, weights.shared, x, lora)
-        for expert, mlp in enumerate(weights.mlps):
+        shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
+        if shared is not None and not share.splits_experts:
+            out += shared
+        first = share.of(experts.num).start if share.splits_experts else 0
+        for expert, mlp in enumerate(weights.mlps, first):
             rows, places = torch.where(chosen == expert)
             if not len(rows):
                 continue
@@ -338,9 +343,13 @@ class Decoder:
             inputs = x[padded]
             if experts.weighs_inputs:
                 inputs[: len(rows)] *= own.to(x.dtype)
-            part = self._mlp(index, mlp, inputs, NO_LORA)[: len(rows)].float()
+            part = self._mlp(index, mlp, inputs, NO_LORA, is_whole=share.splits_experts)
+            part = part[: len(rows)].float()
             out.index_add_(0, rows, part if experts.weighs_inputs else part * own)
-        return out.to(x.dtype)
+        if not share.splits_experts:
+            return whole_of(self._ranks, width, out.to(x.dtype))
+        whole = self._ranks.sum(out.to(x.dtype))
+        return whole if shared is None else whole + whole_of(self._ranks, width, shared)
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple
