@@ -17,6 +17,8 @@ apart     block_sparse_moe.gate.weight                  [experts, hidden]       
           mlp.gate.weight, mlp.experts.E.{gate,up,down}_proj.weight             Qwen 3, DeepSeek
           mlp.gate.e_score_correction_bias              [experts]               DeepSeek V3
           mlp.shared_experts.{gate,up,down}_proj.weight                         DeepSeek
+          mlp.shared_expert.{gate,up,down}_proj.weight                          Qwen 3 Next
+          mlp.shared_expert_gate.weight                 [1, hidden]             Qwen 3 Next
 stacked   mlp.gate.weight                               [experts, hidden]       all of the above
           mlp.experts.gate_up_proj                      [experts, 2 inner, hidden]
           mlp.experts.down_proj                         [experts, hidden, inner]
@@ -65,6 +67,11 @@ _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
     "deepseek": ("gate_proj", "up_proj", "down_proj"),
     "llama4": ("gate_proj", "up_proj", "down_proj"),
 }
+
+
+def shared_mlp(experts: Experts) -> str:
+    """Returns the name of the MLP that all tokens use."""
+    return "mlp.shared_expert" if experts.has_shared_gate else "mlp.shared_experts"
 
 
 def bias_of(weight: str) -> str:

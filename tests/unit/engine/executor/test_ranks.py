@@ -40,6 +40,8 @@ def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFo
     has_latents = family.startswith(LATENT)
     kv_heads = {"num_key_value_heads": 8 if has_latents else num_kv_heads}
     folder = make_tiny_model(family, path, **sizes | kv_heads | more)[0]
+    if folder.config.has_states:
+        pytest.skip("several ranks cannot share states")
     if why := why_only_torch(folder.config):
         pytest.skip(why)
     return folder
