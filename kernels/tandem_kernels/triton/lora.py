@@ -22,7 +22,7 @@ from tandem_kernels.triton.attention_loop import product
 from tandem_kernels.triton.tuning import next_power_of_2
 
 NUM_WARPS = 8  # with 4, registers spill
-_ROWS = 16  # rows of a tile, required by tensor cores
+TILE_ROWS = 16  # rows of a tile, required by tensor cores
 _INPUTS, _COLUMNS = 128, 64
 _RANKS_MAX = 64  # a kernel processes at most this many elements of the rank dimension at once
 # Number of fields of a part: address of A, address of B, rank, first column, number of columns.
@@ -32,19 +32,26 @@ _FIELDS = tl.constexpr(5)
 class LoraTiles(NamedTuple):
     """The rows of a step, grouped by adapter."""
 
-    rows: torch.Tensor  # [tiles * _ROWS] int32: row numbers; -1: padding
+    rows: torch.Tensor  # [tiles * TILE_ROWS] int32: row numbers; -1: padding
     adapters: torch.Tensor  # [tiles] int32: index of each tile's adapter
 
     @classmethod
     def of(cls, rows: Mapping[int, Sequence[int]], device: torch.device) -> Self:
         """Groups rows into tiles. `rows` maps an adapter's index to the rows that use it."""
-        padded: list[int] = []
-        adapters: list[int] = []
-        for adapter, of_one in rows.items():
-            padded += [*of_one, *[-1] * (-len(of_one) % _ROWS)]
-            adapters += [adapter] * (-(-len(of_one) // _ROWS))
+        padded, adapters = grouped(rows)
         both = torch.tensor(padded + adapters, dtype=torch.int32).to(device)
         return cls(both[: len(padded)], both[len(padded) :])
+
+
+def grouped(rows: Mapping[int, Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Returns the two lists of `LoraTiles`. `rows` maps an adapter's index to the rows that use
+    it."""
+    padded: list[int] = []
+    adapters: list[int] = []
+    for adapter, of_one in rows.items():
+        padded += [*of_one, *[-1] * (-len(of_one) % TILE_ROWS)]
+        adapters += [adapter] * (-(-len(of_one) // TILE_ROWS))
+    return padded, adapters
 
 
 def part_fields(part: LoraPart) -> list[int]:
@@ -82,7 +89,7 @@ def add_lora(
     assert parts.shape[2] == parts.stride(1) == _FIELDS.value
     ranks = min(_RANKS_MAX, max(16, next_power_of_2(rank_max)))
     num_tiles = len(tiles.adapters)
-    middle = x.new_empty(num_tiles * _ROWS, num_parts, rank_max, dtype=torch.float32)
+    middle = x.new_empty(num_tiles * TILE_ROWS, num_parts, rank_max, dtype=torch.float32)
     _shrink[(num_tiles, num_parts, triton.cdiv(rank_max, ranks))](
         x,
         middle,
@@ -93,7 +100,7 @@ def add_lora(
         rank_max,
         x.stride(0),
         parts.stride(0),
-        ROWS=_ROWS,
+        ROWS=TILE_ROWS,
         RANKS=ranks,
         INPUTS=_INPUTS,
         num_warps=NUM_WARPS,
@@ -107,7 +114,7 @@ def add_lora(
         rank_max,
         out.stride(0),
         parts.stride(0),
-        ROWS=_ROWS,
+        ROWS=TILE_ROWS,
         RANKS=ranks,
         COLUMNS=_COLUMNS,
         num_warps=NUM_WARPS,

@@ -433,7 +433,5 @@ def _sampling_defaults(config: RouterConfig, file: Path) -> Mapping[str, float]:
         defaults = read_model_defaults(read_json_if_any(file))
     if defaults:
         shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        log.info(
-            "a request that does not set one of these fields gets the model's default: %s", shown
-        )
+        log.info("defaults of the model for fields that a request does not set: %s", shown)
     return defaults

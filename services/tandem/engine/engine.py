@@ -232,8 +232,8 @@ class Engine:
         sequence = self._sequences.awaiting(sequence_id)
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(
-                f"sequence {sequence_id} waits for the KV of its whole prompt; this call needs "
-                "one that waits for the KV of a prefix"
+                f"sequence {sequence_id} waits for the KV of its whole prompt; this call is only "
+                "for sequences that wait for the KV of a prefix"
             )
         try:
             num_stored = sequence.num_stored_blocks
@@ -636,7 +636,7 @@ class LiveSequences(dict[str, Sequence]):
         sequence = self.awaiting(sequence_id)
         if sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(
-                f"sequence {sequence_id} waits for the KV of a prefix; this call needs one that "
-                "waits for the KV of its whole prompt"
+                f"sequence {sequence_id} waits for the KV of a prefix; this call is only for "
+                "sequences that wait for the KV of their whole prompt"
             )
         return sequence

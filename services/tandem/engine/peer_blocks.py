@@ -109,7 +109,7 @@ class PeerBlocks:
         chain = self._chains.get(sequence_id)
         if chain is None or not chain.is_imported:
             raise InternalError(
-                f"this engine imports no chain of KV blocks with the id {sequence_id}"
+                f"no import of KV blocks with the id {sequence_id} is under way on this engine"
             )
         num_cached = chain.num_cached_blocks
         num_held = len(chain.block_hashes)

@@ -23,6 +23,18 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(why)
     if why := why_not_tensor_parallel(model, options.tensor_parallel):
         raise ConfigError(why)
+    if options.expert_parallel and (why := _why_not_expert_parallel(model, options)):
+        raise ConfigError(f"expert-parallel is set, but {why}; remove expert-parallel")
+
+
+def _why_not_expert_parallel(model: ModelConfig, options: EngineOptions) -> str:
+    """Returns the reason why the ranks cannot each have some of the experts; "" if they can."""
+    nums = [layer.experts.num for layer in model.layers if layer.experts is not None]
+    if not nums:
+        return "the model has no experts"
+    if min(nums) < options.tensor_parallel:
+        return f"the model has {min(nums)} experts for {options.tensor_parallel} ranks"
+    return ""
 
 
 def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:

@@ -140,8 +140,8 @@ def read_folder(
     ends = end_token_ids(path)
     if unknown := [token_id for token_id in ends if token_id >= config.vocab_size]:
         log.warning(
-            "%s: the model cannot generate eos_token_id %s, which is not below vocab_size (%d), so "
-            "no answer ends with it",
+            "%s: eos_token_id %s is not a token of the model, whose vocab_size is %d, so it never "
+            "ends an answer",
             path,
             ", ".join(map(str, unknown)),
             config.vocab_size,

@@ -90,7 +90,7 @@ class RedisIndex:
             if shard == _SHARDS_MAX:
                 raise ConfigError(
                     f"the prefix tree has no room for worker {worker_id}: all {_SHARDS_MAX} shards "
-                    "are full"
+                    "are full; run fewer workers in this cluster"
                 )
             wanted = epoch if placed_in is None else ""
             placed, more = await self._reset(

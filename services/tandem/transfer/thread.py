@@ -174,7 +174,8 @@ class TransferThread:
     def _enqueue(self, command: Callable[[], None]) -> None:
         if self._commands.qsize() >= COMMANDS_MAX:
             raise InternalError(
-                f"{COMMANDS_MAX} commands wait for the transfer thread, which is the limit"
+                f"a command is refused: {COMMANDS_MAX} commands already wait for the transfer "
+                "thread, and no more may wait"
             )
         self._commands.put(command)
 

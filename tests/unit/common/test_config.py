@@ -119,6 +119,13 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         "tensor-parallel is 2 on GPUs, where each rank has a KV pool of its own",
     ),
     (lambda: EngineConfig(model="m", ranks_share_gpu=True), "but tensor-parallel is 1"),
+    (lambda: EngineConfig(model="m", expert_parallel=True), "but tensor-parallel is 1"),
+    (
+        lambda: EngineConfig(
+            model="m", expert_parallel=True, tensor_parallel=2, numerics="invariant"
+        ),
+        "but numerics is invariant",
+    ),
     (
         lambda: RouterConfig(
             cluster=CLUSTER, model="m", served_model_name="m", hold_requests_max=0

@@ -100,7 +100,7 @@ def test_a_block_is_never_read_into_a_block_of_another_group() -> None:
     consumer.submit("pull", [0], [7])
     result = consumer.result("pull")
     assert not result.done
-    assert "another KV group" in result.error
+    assert "different KV groups" in result.error
     assert not consumer.memory.any()
 
 

@@ -307,5 +307,5 @@ def test_the_queue_of_commands_is_bounded(events: SimpleQueue[messages.TransferE
     never_started = thread.TransferThread(POOL, TransferConfig(), "idle", events.put)
     for _ in range(thread.COMMANDS_MAX):
         never_started.cancel("x")
-    with pytest.raises(InternalError, match="4096 commands wait"):
+    with pytest.raises(InternalError, match="4096 commands already wait"):
         never_started.cancel("x")

@@ -245,7 +245,7 @@ class AnthropicToolChoice(_Part):
     @model_validator(mode="after")
     def _check_name(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
-            raise _wrong('a name must be set if the type is "tool", and only then')
+            raise _wrong('name must be set if type is "tool", and must not be set otherwise')
         return self
 
     def to_chat(self) -> str | dict[str, Any]:

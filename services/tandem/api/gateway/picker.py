@@ -133,8 +133,8 @@ class EndpointPicker:
         priority = self._priority(pick_request)
         if priority < 0 and not self._dispatcher.admission.has_capacity():
             raise Overloaded(
-                "all workers are busy, and the request's objective has a negative priority; try "
-                "again later",
+                "all workers are busy, and the request's InferenceObjective has a priority below 0 "
+                "(--objectives); try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
         try:

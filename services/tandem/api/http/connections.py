@@ -169,10 +169,11 @@ class Connections:
             self._full_logged_at = now
             held = self._held.get(address)
             log.warning(
-                "HTTP connections are refused: %d are open, %d of them from %s",
+                "a new HTTP connection from %s is refused: %d connections are open, %d of them "
+                "from this address (--connections-max, --connections-per-address)",
+                address,
                 len(self._address_of),
                 held.num if held is not None else 0,
-                address,
             )
 
 

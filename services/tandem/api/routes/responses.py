@@ -84,7 +84,8 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
         """Returns a kept response."""
         if request.query_params.get("stream", "false") != "false":
             raise BadRequest(
-                "a kept response cannot be streamed; set stream to false, or leave it out",
+                "a stored response cannot be streamed; set the query parameter stream to false, or "
+                "leave it out",
                 param="stream",
             )
         return Response(find(request, response_id).body, media_type=JsonResponse.media_type)

@@ -115,7 +115,10 @@ def publish_head(redis_url: str, cluster_id: str, head: Head) -> None:
         redis.set(control_key(cluster_id, HEAD_KEY), msgspec.json.encode(head))
         redis.close()
     except UNREACHABLE as error:
-        log.warning("Redis does not answer (%s), so routers cannot show Ray's head", error)
+        log.warning(
+            "Redis does not answer (%s), so routers may show an old state of Ray's head, or none",
+            error,
+        )
 
 
 def _key(cluster_id: str, name: str) -> str:

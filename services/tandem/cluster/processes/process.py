@@ -104,7 +104,10 @@ def start(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{process_id} did not start in {_DETACH_DEADLINE_S:g} s") from None
+        raise ConfigError(
+            f"{process_id} did not start in {_DETACH_DEADLINE_S:g} s; check the load of this "
+            f"machine and the disk of {run_folder}, then try again"
+        ) from None
     if done.returncode:
         raise ConfigError(f"{process_id}: {done.stderr.decode(errors='replace').strip()}")
     process = find(process_id, run_folder)

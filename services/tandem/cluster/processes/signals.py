@@ -28,7 +28,9 @@ def stop_signals(*, parent_pid: int | None = None) -> Iterator[None]:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
                 why = os.strerror(ctypes.get_errno())
-                raise OSError(f"this process cannot be set to end with its parent: {why}")
+                raise OSError(
+                    f"Linux cannot be set to end this process when its parent ends: {why}"
+                )
             if os.getppid() != parent_pid:  # the parent has already ended
                 raise Interrupted
         yield

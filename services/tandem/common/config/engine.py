@@ -172,6 +172,10 @@ class EngineOptions(Options):
     """Number of processes (ranks) that compute each step of a worker together. Each rank has its
     share of the model's weights. On GPUs, only tandem.LLM supports more than 1, and each rank
     needs a GPU of its own."""
+    expert_parallel: bool = False
+    """With --tensor-parallel: each rank has some of a layer's experts, each of them whole. Without
+    this option, each rank has a part of every expert. Needs torch or Triton kernels and --numerics
+    fast."""
     ranks_share_gpu: Annotated[bool, Parameter(group=MEASUREMENT)] = False
     """All ranks of --tensor-parallel compute on one GPU, slowly. For tests on a machine with one
     GPU."""
@@ -224,6 +228,17 @@ class EngineOptions(Options):
             raise ConfigError(
                 "ranks-share-gpu is set, but tensor-parallel is 1; set tensor-parallel to at least "
                 "2, or remove ranks-share-gpu"
+            )
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "expert-parallel is set, but tensor-parallel is 1, so there are no ranks among "
+                "which to divide the experts; set tensor-parallel to at least 2, or remove "
+                "expert-parallel"
+            )
+        if self.expert_parallel and self.numerics == "invariant":
+            raise ConfigError(
+                "expert-parallel is set, but numerics is invariant, in which sums must not depend "
+                "on the number of ranks; set numerics to fast, or remove expert-parallel"
             )
         sealed = [tier.option for tier in KV_TIERS if tier.is_sealed]
         if self.kv_key_file and not any(getattr(self, option) for option in sealed):

@@ -52,8 +52,9 @@ class GatewayOptions(Options):
     """Priority of each InferenceObjective, such as batch=-1. Requests with a priority below 0 are
     refused (429) when workers are busy."""
     front_of: Text = ""
-    """Id of the decode worker beside which this router runs. If an endpoint picker has chosen this
-    worker, the router follows. Default: none, and the router ignores what pickers choose."""
+    """Id of the decode worker in front of which this router runs. If an endpoint picker has chosen
+    this worker for a request, the router prefers this worker. Default: none; the router then
+    ignores the choices of endpoint pickers."""
 
     @property
     def is_router(self) -> bool:

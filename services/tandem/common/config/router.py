@@ -221,8 +221,8 @@ class RouterOptions(AdmissionOptions):
             )
         if self.api == "grpc" and self.gateway.front_of:
             raise ConfigError(
-                "--api grpc and --front-of cannot both be set: the front of a decode worker must "
-                "serve the HTTP API"
+                "--front-of needs the HTTP API, but --api is grpc; set --api to http or both, or "
+                "remove --front-of"
             )
         of_address = self.addresses.unparsed_bytes_per_address or self.unparsed_bytes_max // 2
         if (room := min(of_address, self.unparsed_bytes_max)) < (body := self.body_bytes_max):

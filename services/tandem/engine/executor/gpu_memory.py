@@ -114,8 +114,8 @@ class GpuMemory:
             return
         log.warning(
             "this worker is to use %.1f GB of the GPU's memory, but only %.1f of %.1f GB are free; "
-            "it waits up to %g s for more, because the peers of a killed worker may unmap that "
-            "worker's KV pool soon",
+            "it waits up to %g s for more. The memory of a killed worker becomes free only when "
+            "the other workers unmap it",
             needed_bytes / 1e9,
             self._free_at_start / 1e9,
             self._total / 1e9,

@@ -66,7 +66,8 @@ class RankMemory:
         except OSError as error:
             raise ConfigError(
                 f"tensor-parallel={num_ranks}: {size >> 30} GiB of address space cannot be mapped: "
-                f"{error}. Only the used part would take memory; check the limit of `ulimit -v`"
+                f"{error}. Check the limit that `ulimit -v` shows; address space takes memory only "
+                "where it is used"
             ) from error
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._address = self._bytes.ctypes.data
@@ -98,8 +99,8 @@ class RankMemory:
         count = prod(shape)
         if count * dtype.itemsize > self._place_bytes:
             raise MemoryError(
-                f"an exchange of the ranks has {count * dtype.itemsize} bytes; at most "
-                f"{self._place_bytes} are allowed; compute fewer tokens in a step"
+                f"a tensor that the ranks exchange has {count * dtype.itemsize} bytes; it may have "
+                f"at most {self._place_bytes}; lower max-tokens-per-step"
             )
         if not count:
             return torch.empty(tuple(shape), dtype=dtype)

@@ -231,7 +231,9 @@ class ModelRunner:
         if memory is not None and kernels != "native":
             # Quantized matrices are divided by outputs only: a group of inputs has one scale.
             splits = config.numerics == "fast" and not keeps
-            self._host_ranks = SharedMemoryCollectives(memory, splits_inputs=splits)
+            self._host_ranks = SharedMemoryCollectives(
+                memory, splits_inputs=splits, splits_experts=config.expert_parallel
+            )
         self._ranks = self._collectives(config)
         self._share = self._ranks.share
         self._small: NativeDecoder | TorchSteps | TritonSteps
@@ -259,6 +261,9 @@ class ModelRunner:
                     max_num_seqs=config.max_num_seqs,
                     max_model_len=self.max_model_len,
                     step_tokens=config.max_tokens_per_step or self.tokens_per_step,
+                    num_adapters_max=config.max_loras,
+                    lora_rank_max=config.max_lora_rank,
+                    records_adapters=bool(config.lora),
                     ranks=self._ranks,
                 )
             elif kernels == "native":

@@ -46,6 +46,7 @@ from tandem.models.config.model import ModelConfig
 Shapes = dict[str, tuple[int, ...]]
 
 MXFP4_BLOCK = 32  # number of consecutive weights of a row that share a scale
+CORRECTION = "e_score_correction_bias"
 _STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _OF_GGUF = tuple(f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down"))
 _PLACES: dict[ExpertForm, str] = {
@@ -93,7 +94,7 @@ class ExpertNames:
     def correction(self) -> str:
         """Name of the learned bias that is added to the experts' scores when the router chooses
         experts."""
-        return f"{self.router}.e_score_correction_bias"
+        return f"{self.router}.{CORRECTION}"
 
     @property
     def stacked(self) -> tuple[str, ...]:

@@ -48,6 +48,13 @@ NORMS = {
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
     },
+    "parallel": {"attention_norm": "input_layernorm", "mlp_norm": "input_layernorm"},
+    "around_glm": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_self_attn_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_mlp_layernorm",
+    },
 }
 _WHOLE, _KEYS, _VALUES = (f"self_attn.{part}_b_proj.weight" for part in ("kv", "k", "v"))
 
@@ -91,7 +98,7 @@ def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) 
     q_size = config.num_attention_heads * head_dim
     kv_size = config.num_kv_heads * head_dim
     linears = {"self_attn.o_proj": (hidden, q_size, config.attention_out_bias)}
-    if config.is_fused:
+    if config.has_fused_qkv:
         linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
     else:
         linears["self_attn.q_proj"] = (q_size, hidden, config.qkv_bias)
@@ -100,7 +107,7 @@ def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) 
     shapes = norms
     if config.has_sinks:
         shapes["self_attn.sinks"] = (config.num_attention_heads,)
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm != "rotated_plain":
         has_all = config.qk_norm == "all"
         shapes["self_attn.q_norm.weight"] = (q_size if has_all else head_dim,)
         shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)
@@ -145,7 +152,7 @@ def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shape
     has_bias = config.mlp_bias
     inner = inner or config.intermediate_size
     linears = {f"{name}.down_proj": (hidden, inner, has_bias)}
-    if config.is_fused:
+    if config.has_fused_mlp:
         linears[f"{name}.gate_up_proj"] = (2 * inner, hidden, has_bias)
     else:
         linears[f"{name}.gate_proj"] = linears[f"{name}.up_proj"] = (inner, hidden, has_bias)

@@ -4,14 +4,14 @@ Properties that all layers share are in `ModelConfig`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.experts import Experts, read_experts
 from tandem.models.config.families import Family
-from tandem.models.config.fields import flag, optional_size
-from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
+from tandem.models.config.fields import flag, layer_number, one_per_layer, optional_size
+from tandem.models.config.rope import NO_ROPE, Rope, read_query_scaling, read_ropes
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
@@ -45,10 +45,20 @@ def read_layers(
     have_rope = _have_rope(config, family, num_layers)
     slide = _have_window(config, family, have_rope)
     window = _window(config) if any(slide) else None
+    if family.rope_in_windows == "only" and config.get("sliding_window") is None:
+        raise UnsupportedModel(
+            f"sliding_window is {config.get('sliding_window')!r:.80}; it must be a positive number "
+            "of tokens"
+        )
+    if family.rope_in_windows and window is not None:
+        have_rope = slide
     _check_layer_types(config, slide if window else [False] * num_layers)
     if window is not None and window >= max_model_len:
         window = None
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    if family.query_scaling == "all":
+        scaling = read_query_scaling(config)
+        ropes = {kind: replace(rope, query_scaling=scaling) for kind, rope in ropes.items()}
     return tuple(
         LayerSpec(
             rope=ropes[_SLIDING if slides else _FULL] if has_rope else NO_ROPE,
@@ -68,7 +78,7 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
     # `no_rope_layers` has one number per layer. Despite its name, 1 means that the layer has RoPE.
     given = config.get("no_rope_layers")
     if given is not None:
-        have_rope = _one_per_layer(given, "no_rope_layers", num_layers)
+        have_rope = one_per_layer(given, "no_rope_layers", num_layers)
         if any(each not in (0, 1) for each in have_rope):
             raise UnsupportedModel(
                 f"no_rope_layers is {given!r:.80}; it must have a 0 or a 1 for each layer"
@@ -89,17 +99,15 @@ def _have_window(config: Mapping[str, Any], family: Family, have_rope: list[bool
         return [True] * num_layers
     kinds = config.get("layer_types")
     if kinds is not None:
-        return [_slides(kind) for kind in _one_per_layer(kinds, "layer_types", num_layers)]
+        return [_slides(kind) for kind in one_per_layer(kinds, "layer_types", num_layers)]
     if family.windows == "pattern":
         pattern = optional_size(config, "sliding_window_pattern", family.pattern)
         return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
     if family.has_no_rope_layers:
         return [not has_rope for has_rope in have_rope]
-    num_full = config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS)
-    if type(num_full) is not int or num_full < 0:
-        raise UnsupportedModel(
-            f"max_window_layers is {num_full!r:.80}; it must be an integer of at least 0"
-        )
+    num_full = layer_number(
+        {"max_window_layers": _DEFAULT_WINDOW_LAYERS, **config}, "max_window_layers"
+    )
     return [layer >= num_full for layer in range(num_layers)]
 
 
@@ -109,11 +117,11 @@ def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None
     kinds = config.get("layer_types")
     if kinds is None:
         return
-    if [_slides(kind) for kind in _one_per_layer(kinds, "layer_types", len(slide))] != list(slide):
+    if [_slides(kind) for kind in one_per_layer(kinds, "layer_types", len(slide))] != list(slide):
         raise UnsupportedModel(
-            f"layer_types is {kinds!r:.80}; it must agree with the architecture, sliding_window "
-            f"and use_sliding_window, which give {sum(slide)} of {len(slide)} layers a sliding "
-            "window"
+            f"layer_types is {kinds!r:.80}; it contradicts the rest of the config: the "
+            "architecture, sliding_window and use_sliding_window together give "
+            f"{sum(slide)} of {len(slide)} layers a sliding window"
         )
 
 
@@ -124,12 +132,6 @@ def _slides(kind: object) -> bool:
             f"{_SLIDING}"
         )
     return kind == _SLIDING
-
-
-def _one_per_layer(values: object, key: str, num_layers: int) -> Sequence[Any]:
-    if not isinstance(values, list) or len(values) < num_layers:
-        raise UnsupportedModel(f"{key} must be a list with a value for each of {num_layers} layers")
-    return values[:num_layers]
 
 
 def _window(config: Mapping[str, Any]) -> int | None:

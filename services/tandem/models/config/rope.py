@@ -18,6 +18,16 @@ _LOCAL_THETA = 10000.0  # default theta of layers with a window (Gemma 3)
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """A factor on the queries that grows with the position (Llama 4):
+    1 + scale * ln(1 + floor((position + offset) / length))."""
+
+    scale: float
+    length: int  # tokens
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Scaling of the RoPE frequencies for contexts longer than the original context, which has
     `original_max_position_embeddings` tokens. Fields that a kind of scaling does not use keep their
@@ -37,9 +47,10 @@ class RopeScaling:
     longrope: each frequency is divided by a factor of its own. The factors are `short_factors` if
         the maximum context is at most the original context, else `long_factors`. cos and sin are
         multiplied by `attention_factor` (https://arxiv.org/abs/2402.13753).
+    alpha: theta is multiplied by factor ^ (D / (D - 2)), where D is the size of a head (Hunyuan).
     """
 
-    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "alpha"]
     factor: float
     original_max_position_embeddings: int = 0  # tokens
     low_freq_factor: float = 1.0
@@ -74,6 +85,7 @@ class Rope:
     # Fraction of a head's elements that RoPE rotates. With 0.25 it is the first quarter of them.
     rotary_share: float = 1.0
     is_long: bool = False  # True: longrope uses `long_factors`.
+    query_scaling: QueryScaling | None = None  # None: queries are not scaled by position.
 
     def for_contexts(self, max_model_len: int) -> "Rope":
         """Returns the parameters for contexts of at most `max_model_len` tokens."""
@@ -118,8 +130,8 @@ def read_ropes(
         sliding = local
     elif scaling or not given.keys() <= set(_KINDS):
         raise UnsupportedModel(
-            "with this architecture, rope_parameters may have only the keys full_attention and "
-            "sliding_attention, and no rope_scaling may stand beside it"
+            "for this architecture, rope_parameters may have only the keys full_attention and "
+            "sliding_attention, and rope_scaling must not be set as well"
         )
     else:
         full, sliding = (
@@ -157,6 +169,14 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> R
     return Rope(theta, _read_scaling(parameters, size(config, "max_position_embeddings")), partial)
 
 
+def read_query_scaling(config: Mapping[str, Any]) -> QueryScaling:
+    """Returns the factor on queries that `llama_4_scaling_beta` of the RoPE parameters describes.
+    Raises UnsupportedModel."""
+    parameters = rope_parameters(config)
+    beta = _number(parameters, "yarn", "llama_4_scaling_beta")
+    return QueryScaling(beta, size(parameters, "original_max_position_embeddings"))
+
+
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `rope_parameters` or `rope_scaling` of a config.json. Raises UnsupportedModel if both
     are present and differ, because implementations disagree about which one is used."""
@@ -187,6 +207,8 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
         return None
     original = optional_size(parameters, "original_max_position_embeddings", max_positions)
     factor = optional_number(parameters, "factor", max_positions / original)
+    if kind == "dynamic" and parameters.get("alpha"):
+        return RopeScaling(kind="alpha", factor=_number(parameters, kind, "alpha"))
     if kind == "linear":
         return RopeScaling(kind="linear", factor=_number(parameters, kind, "factor"))
     if kind == "llama3":

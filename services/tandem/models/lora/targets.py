@@ -45,7 +45,7 @@ def _mlp_shapes(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int
         if not inner:
             return {}
     shapes = {f"{place}down_proj": (hidden, inner)}
-    if model.is_fused:
+    if model.has_fused_mlp:
         return shapes | {f"{place}gate_up_proj": (2 * inner, hidden)}
     return shapes | dict.fromkeys((f"{place}gate_proj", f"{place}up_proj"), (inner, hidden))
 
@@ -69,7 +69,7 @@ def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     q_size = num_heads * model.head_dim
     kv_size = model.num_kv_heads * model.head_dim
     out = {"self_attn.o_proj": (hidden, q_size)}
-    if model.is_fused:
+    if model.has_fused_qkv:
         return out | {"self_attn.qkv_proj": (q_size + 2 * kv_size, hidden)}
     per_token = dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv_size, hidden))
     return out | per_token | {"self_attn.q_proj": (q_size, hidden)}

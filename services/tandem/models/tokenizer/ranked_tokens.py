@@ -218,8 +218,8 @@ def _tekken(file: Path) -> _Tokens:
     if not 0 < num_ranked <= len(vocab) or num_special > _SPECIAL_MAX:
         raise ConfigError(
             f"default_vocab_size is {config['default_vocab_size']} and default_num_special_tokens "
-            f"is {num_special}; the first minus the second must be from 1 to {len(vocab)}, and at "
-            f"most {_SPECIAL_MAX} special tokens are allowed"
+            f"is {num_special}; default_vocab_size - default_num_special_tokens must be from 1 to "
+            f"{len(vocab)}, and default_num_special_tokens must be at most {_SPECIAL_MAX}"
         )
     pattern = config.get("pattern")
     if not isinstance(pattern, str):

@@ -89,9 +89,9 @@ class Access:
         """
         if self._ring.synced_at is not None and not self._ring.records and not self._is_open:
             raise ConfigError(
-                "there is no API key, and --host or --admin-host is not a loopback address, so "
-                "anyone who reaches this address could use the router; create a key (`tandem keys "
-                "create`), set --keys-file, or permit it with --allow-anonymous"
+                "there is no API key, but the address in --host or in --admin-host is not a "
+                "loopback address, so other machines could use the router without a key; create a "
+                "key (`tandem keys create`), set --keys-file, or allow this with --allow-anonymous"
             )
 
 

@@ -105,7 +105,8 @@ class KeyService:
                 await self._registry.remove(self._router_id)
             except UNREACHABLE:
                 log.info(
-                    "Redis does not answer, so the record of this router stays in Redis for an hour"
+                    "Redis does not answer, so this router cannot remove its record from Redis; "
+                    "other routers remove it after an hour"
                 )
 
     async def refresh(self, own_url: str) -> None:

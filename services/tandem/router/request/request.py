@@ -218,7 +218,8 @@ class ClientRequest:
             if self.sampling.min_tokens > limit:
                 raise BadRequest(
                     f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}, "
-                    "because without max_tokens this answer can have no more tokens",
+                    "because the request sets no max_tokens and its answer then ends after "
+                    f"at most {limit} tokens",
                     param="min_tokens",
                 )
             return limit
@@ -263,7 +264,7 @@ class ClientRequest:
             name = "n" if self.sampling.n == self.num_sequences else "best_of"
             raise OverKeyLimit(
                 f"{name} is {self.num_sequences}; it must be at most {int(allowed)}, because each "
-                f"choice needs a token, {self._key_limits(num_prompt_tokens)}",
+                f"choice needs at least one token: {self._key_limits(num_prompt_tokens)}",
                 param=name,
             )
         return None if allowed == math.inf else int(allowed) // self.num_sequences

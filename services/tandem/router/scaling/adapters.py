@@ -157,8 +157,8 @@ class AdapterControl:
                     await self._view.wait_change()
         except TimeoutError:
             log.warning(
-                "adapter %s was changed on the workers, but their records did not show this "
-                "within %g s",
+                "the workers loaded or removed adapter %s, but their records in Redis did not show "
+                "it within %g s; until they do, this router uses the old list of adapters",
                 name,
                 SEEN_DEADLINE_S,
             )

@@ -189,7 +189,9 @@ def _copies(
         targets = target_ids[here] - target_first
         if len(targets):
             if targets.min() < 0 or targets.max() >= num_target:
-                raise InternalError("a block cannot be read into a block of another KV group")
+                raise InternalError(
+                    "a read has a source block and a target block of different KV groups"
+                )
             sources = source_ids[here] - source_first
             yield BlockCopy(source_at, target_at, block_bytes, sources, targets)
         source_first += num_source

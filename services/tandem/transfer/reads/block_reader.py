@@ -249,8 +249,8 @@ class BlockReader:
         self._abandoned.clear()
         block_ids = self._fence.renewed()
         log.info(
-            "abandoned reads were ended, because their agent was destroyed; the %d blocks that "
-            "they could still write can be used again",
+            "all abandoned reads were ended; the %d KV blocks that they could still write can be "
+            "used again",
             len(block_ids),
         )
         return block_ids
@@ -288,8 +288,8 @@ class BlockReader:
         _check_range(pull.local_block_ids, self._spans.num_blocks)
         if self._fence.refuses(self._clock()):
             raise QueueFull(
-                "too many blocks are fenced, because abandoned reads may still write them; new "
-                "pulls are refused until the agent of these reads is replaced"
+                "new pulls are refused until the pulls under way end: abandoned reads may still "
+                "write too many KV blocks, or one of these reads has not ended for too long"
             )
         for active in self._pulls.values():
             if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):

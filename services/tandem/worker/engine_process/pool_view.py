@@ -58,7 +58,8 @@ def targets(
     num_blocks = spans.count(block_ids, len(data))
     if num_blocks is None:
         raise LeaseLost(
-            f"{len(data)} bytes do not fill a whole number of the {len(block_ids)} KV blocks"
+            f"the data for KV blocks has {len(data)} bytes; it must fill whole blocks, at most "
+            f"{len(block_ids)} of them"
         )
     into.check(first, num_blocks)
     return block_ids[:num_blocks]

@@ -238,8 +238,11 @@ class ConsumerLease:
                     case _:
                         on_answer(event)
                         if self._next_block != self._end_block:
-                            came = f"{self._next_block} of {self._end_block} blocks"
-                            raise LeaseLost(f"{self.peer.worker_id} announced {came}")
+                            raise LeaseLost(
+                                f"{self.peer.worker_id} announced KV blocks that end before number "
+                                f"{self._next_block}; they must end before number "
+                                f"{self._end_block}"
+                            )
                         self._is_answered = True
                         stream.engine_waited_for = False
                         self._may_pull.set()

@@ -120,7 +120,10 @@ class Membership:
                 await self.refresh()
             # Continue after any error, because a worker without a record counts as gone.
             except Exception:
-                log.exception("the record of this worker was not written and is tried again")
+                log.exception(
+                    "refreshing the record of this worker in Redis failed; the next try is in %g s",
+                    self._cluster.record_interval_s,
+                )
 
     def _note_unreachable(self, error: Any) -> None:
         if self._reachable:

@@ -158,7 +158,10 @@ class Peers:
         except TandemError as error:
             log.info("the transports to %s could not be measured again: %s", peer.worker_id, error)
         except Exception:
-            log.exception("measuring the transports to %s again failed", peer.worker_id)
+            log.exception(
+                "an unexpected error ended the new measurement of the transports to %s",
+                peer.worker_id,
+            )
         finally:
             entry.measured_at = time.monotonic()
             entry.again_s = min(2 * entry.again_s, _AGAIN_MAX_S)

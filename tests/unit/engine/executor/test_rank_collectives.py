@@ -145,5 +145,5 @@ def test_no_rank_waits_for_one_that_has_ended(start: Callable[[str], Ranks]) -> 
 
 def test_a_tensor_beyond_the_room_is_refused() -> None:
     memory = RankMemory.create(2)
-    with pytest.raises(MemoryError, match="compute fewer tokens in a step"):
+    with pytest.raises(MemoryError, match="lower max-tokens-per-step"):
         memory.place(0, 0, (1 << 20, 1 << 10), torch.float32)

@@ -51,6 +51,10 @@ PIXTRAL = {"model_type": "pixtral", **VISION}
 QWEN = {"depth": 1, "hidden_size": 16, "out_hidden_size": 96, "num_heads": 2}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SECTIONS = ROPE | {"mrope_section": [2, 3, 3]}
+GLM_SECTIONS = ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+GLM_VISION = QWEN | {"intermediate_size": 16, "image_size": 8, "patch_size": 4}
+SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.4}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA3 = {
     "model_type": "gemma3_text",
@@ -91,6 +95,42 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "rope_parameters": SECTIONS | {"mrope_interleaved": True},
         },
         QWEN | {"intermediate_size": 16, "deepstack_visual_indexes": [0]},
+        {},
+    ),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        {
+            "model_type": "qwen3_vl_moe_text",
+            "rope_parameters": SECTIONS | {"mrope_interleaved": True},
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 44,
+        },
+        QWEN | {"intermediate_size": 16, "deepstack_visual_indexes": [0]},
+        {},
+    ),
+    "ministral3": (
+        "mistral3",
+        {"model_type": "ministral3", "head_dim": 32, "rope_parameters": SCALED},
+        PIXTRAL,
+        {"tie_word_embeddings": False},
+    ),
+    "glm4v": (
+        "glm4v",
+        {"model_type": "glm4v_text", "rope_parameters": GLM_SECTIONS},
+        GLM_VISION,
+        {},
+    ),
+    "glm4v-moe": (
+        "glm4v_moe",
+        {
+            "model_type": "glm4v_moe_text",
+            "rope_parameters": GLM_SECTIONS,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 44,
+        },
+        GLM_VISION,
         {},
     ),
     "idefics3": ("idefics3", {"model_type": "llama"}, VISION, {"scale_factor": 1}),
@@ -138,7 +178,9 @@ def test_logits_equal_those_of_the_whole_model(name: str, tmp_path: Path) -> Non
     inner = model.get_output_embeddings().weight.numel() * (not folder.config.tie_word_embeddings)
     parts = dict(model.named_modules())
     part = next(parts[n] for n in ("model.language_model", "model.text_model") if n in parts)
-    assert folder.num_weights == sum(each.numel() for each in part.parameters()) + inner
+    corrections = [each for name, each in part.named_buffers() if name.endswith("correction_bias")]
+    stored = [*part.parameters(), *corrections]
+    assert folder.num_weights == sum(each.numel() for each in stored) + inner
     assert_equal(folder, expected(model))
 
 
@@ -216,7 +258,7 @@ def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers() -> None
 @pytest.mark.parametrize(
     ("kind", "text", "says"),
     [
-        ("Mistral3", {"model_type": "ministral3"}, "of the family 'ministral3'"),
+        ("Mistral3", {"model_type": "cohere"}, "of the family 'cohere'"),
         ("AyaVision", {"model_type": "cohere2"}, "AyaVisionForConditionalGeneration is not"),
         (
             "Mllama",

@@ -233,7 +233,7 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": 2
         ({"head_dim": 16.5}, "head_dim is 16.5; it must be a positive integer"),
         ({"hidden_act": None}, "hidden_act is None, which is not supported"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
-        (GEMMA3 | {"rope_parameters": LINEAR}, "with this architecture, rope_parameters"),
+        (GEMMA3 | {"rope_parameters": LINEAR}, "for this architecture, rope_parameters"),
         (DEEPSEEK | {"rope_interleave": False}, "rope_interleave is False"),
     ],
 )

@@ -37,7 +37,11 @@ from tandem.engine.executor.native.lora import (
 )
 from tandem.engine.executor.native.packing import KINDS, Packer
 from tandem.engine.executor.rank_memory import RankMemory
-from tandem.engine.executor.torch.decoder import embedding_multiplier, rope_tables
+from tandem.engine.executor.torch.decoder import (
+    embedding_multiplier,
+    query_factors_of,
+    rope_tables,
+)
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
     LayerWeights,
@@ -160,6 +164,9 @@ class NativeDecoder:
             norm_eps=config.rms_norm_eps,
             num_threads=num_threads,
             norms_all_heads=config.qk_norm == "all",
+            norms_rotated=config.norms_rotated_heads,
+            centers_norms=config.centers_norms,
+            is_parallel=config.is_parallel,
             attention_scale=config.attention_scale,
             embedding_multiplier=embedding_multiplier(config, weights.embedding.dtype),
             residual_multiplier=config.multipliers.residual,
@@ -323,6 +330,7 @@ class NativeDecoder:
             num=spec.num,
             top_k=spec.top_k,
             is_normalized=spec.is_normalized,
+            has_sigmoids=spec.has_sigmoids,
             num_groups=spec.groups.num if spec.groups else 0,
             top_groups=spec.groups.top if spec.groups else 0,
             scale=spec.scale,
@@ -447,7 +455,8 @@ class _AngleTable:
     def reach(self, positions_end: int) -> None:
         """Extends the tables to all positions less than `positions_end`.
 
-        Sets `fields` to the addresses of the tables, each fp32 [ropes, positions, rope_dim / 2].
+        Sets `fields` to the addresses of the tables, each fp32 [ropes, positions, rope_dim / 2],
+        and, if a layer scales queries by position, of their factors, fp32 [ropes, positions].
         """
         if positions_end <= self._size:
             return
@@ -461,7 +470,13 @@ class _AngleTable:
             "cosines": self._cosines.data_ptr(),
             "sines": self._sines.data_ptr(),
             "table_floats": self._cosines[0].numel(),
+            "table_positions": self._size,
         }
+        factors = [query_factors_of(rope, positions) for rope in self.ropes]
+        if any(each is not None for each in factors):
+            ones = torch.ones(self._size)
+            self._factors = torch.stack([ones if each is None else each for each in factors])
+            self.fields["query_factors"] = self._factors.data_ptr()
 
 
 class _BlockSums:

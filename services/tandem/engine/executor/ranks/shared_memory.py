@@ -23,8 +23,10 @@ class SharedMemoryCollectives:
 
     is_recordable = False
 
-    def __init__(self, memory: RankMemory, *, splits_inputs: bool = False) -> None:
-        self.share = Share(memory.rank, memory.num_ranks, splits_inputs)
+    def __init__(
+        self, memory: RankMemory, *, splits_inputs: bool = False, splits_experts: bool = False
+    ) -> None:
+        self.share = Share(memory.rank, memory.num_ranks, splits_inputs, splits_experts)
         self._memory = memory
         self._count = 0  # number of finished exchanges
 

@@ -11,6 +11,8 @@ logits. A block table has M entries. Each of the G KV groups has its own slots a
     context_lens         [S]          number of tokens in each sequence's context
     query_starts         [C + 1]      first row of each chunk, and the end of the last chunk
     logit_rows           [L]          the token row from which each row of logits is computed
+    tile_rows            [16 * A]     the rows of each of the A tiles of LoRA adapters (LoraTiles)
+    tile_adapters        [A]          the adapter of each tile
     block_tables         [G, S, M]    the block ids of each sequence
 
 A step that replays a CUDA graph gets padding rows up to the number of rows of the graph. No KV is
@@ -19,13 +21,16 @@ stored for padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem_kernels.triton.lora import TILE_ROWS, LoraTiles, grouped
+
+NO_ADAPTERS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class StepShape:
     num_logits: int  # L: number of rows of logits
     table_width: int  # M: number of entries of a block table
     num_groups: int = 1  # G: number of KV groups
+    num_tiles: int = 0  # A: number of tiles of LoRA adapters, in a step that replays a CUDA graph
 
     @property
     def num_chunks(self) -> int:
@@ -48,7 +54,9 @@ class StepShape:
         seqs = self.num_seqs
         groups = self.num_groups
         tables = groups * seqs * self.table_width
-        return (tokens, tokens, groups * tokens, seqs, self.num_chunks + 1, self.num_logits, tables)
+        tiles = self.num_tiles
+        sequences = (seqs, self.num_chunks + 1, self.num_logits)
+        return (tokens, tokens, groups * tokens, *sequences, TILE_ROWS * tiles, tiles, tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +75,18 @@ class StepViews:
     # D rows. For example, chunks of 5 and 3 tokens give 0, 5, 8.
     query_starts: torch.Tensor
     logit_rows: torch.Tensor
+    tiles: LoraTiles
     block_tables: torch.Tensor  # [G, S, M]
 
     @classmethod
     def of(cls, array: torch.Tensor, shape: StepShape) -> StepViews:
-        tokens, positions, slots, lens, starts, logit_rows, tables = torch.split(
+        tokens, positions, slots, lens, starts, logit_rows, rows, adapters, tables = torch.split(
             array, list(shape.sizes)
         )
         slots = slots.view(shape.num_groups, -1)
         tables = tables.view(shape.num_groups, shape.num_seqs, shape.table_width)
-        return cls(array, shape, tokens, positions, slots, lens, starts, logit_rows, tables)
+        tiles = LoraTiles(rows, adapters)
+        return cls(array, shape, tokens, positions, slots, lens, starts, logit_rows, tiles, tables)
 
 
 def write_step(batch: StepBatch, block_size: int) -> StepViews:
@@ -99,17 +109,23 @@ def shape_of(batch: StepBatch) -> StepShape:
     )
 
 
-def fill(views: StepViews, batch: StepBatch, block_size: int) -> None:
+def fill(
+    views: StepViews, batch: StepBatch, block_size: int, adapters: Mapping[str, int] = NO_ADAPTERS
+) -> None:
     """Writes a batch to views on the host, which may have more rows than the batch: padding.
 
     Padding among the D single tokens has an empty context. Padding after the rows of the chunks is
     a chunk of its own, which sees block 0, so that no row is left without numbers; the shape must
     have room for this chunk. No KV is stored for padding.
+
+    `adapters` maps the digests of LoRA adapters to their numbers, for a shape with tiles of
+    adapters. Surplus tiles have no rows.
     """
     shape = views.shape
     for part in (views.array, views.block_tables):
         part.zero_()
     views.slots.fill_(-1)
+    views.tiles.rows.fill_(-1)
     token_ids = views.token_ids.numpy()
     positions = views.positions.numpy()
     slots = views.slots.numpy()
@@ -118,6 +134,7 @@ def fill(views: StepViews, batch: StepBatch, block_size: int) -> None:
     context_lens = views.context_lens.numpy()
     seq = row = 0
     last_rows = {}
+    rows_of: dict[int, list[int]] = {}  # adapter -> its rows
     for piece in _in_order(batch):
         if piece.num_tokens > 1 and seq < shape.num_single:
             seq = row = shape.num_single
@@ -132,6 +149,8 @@ def fill(views: StepViews, batch: StepBatch, block_size: int) -> None:
         context_lens[seq] = piece.context_len
         row = rows.stop
         last_rows[id(piece)] = row - 1
+        if shape.num_tiles and piece.adapter:
+            rows_of.setdefault(adapters[piece.adapter], []).extend(range(rows.start, row))
         seq += 1
         if seq > shape.num_single:
             starts[seq - shape.num_single] = row - shape.num_single
@@ -144,6 +163,8 @@ def fill(views: StepViews, batch: StepBatch, block_size: int) -> None:
         for row in range(last_rows[id(p)] + 1 - p.num_logits, last_rows[id(p)] + 1)
     ]
     views.logit_rows.numpy()[: len(logit_rows)] = logit_rows
+    for part, numbers in zip(views.tiles, grouped(rows_of), strict=True):
+        part.numpy()[: len(numbers)] = numbers
 
 
 def adapted_rows(batch: StepBatch) -> dict[str, list[int]]:

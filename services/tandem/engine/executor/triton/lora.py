@@ -23,12 +23,22 @@ _PARTS_MAX = 3  # largest number of matrices in one fused product; q, k and v ar
 class TritonAdapters:
     """The loaded adapters, and a table with the addresses of their matrices for the kernels."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, *, num_layers: int, num_max: int, rank_max: int
+    ) -> None:
+        """At most `num_max` adapters, with ranks of at most `rank_max`, are loaded at a time."""
         self._device = device
+        self._rank_max = rank_max
         self._weights: dict[str, LoraWeights] = {}
+        # The number of each loaded adapter, by its digest. Number 0 is an adapter that changes
+        # nothing. An adapter keeps its number, because a step that has been launched may use it.
+        self.numbers: dict[str, int] = {}
+        self._free = list(range(num_max, 0, -1))
         # Five numbers, which are addresses and sizes, for each matrix of the adapters:
-        # [adapters, layers, products, matrices, 5].
-        self._fields = torch.zeros(0, dtype=torch.int64)
+        # [1 + adapters, layers, products, matrices, 5]. Graphs record the address of this table.
+        self._fields = torch.zeros(
+            1 + num_max, num_layers, len(_PRODUCTS), _PARTS_MAX, len(NO_PART), dtype=torch.int64
+        ).to(device)
         # One dict per layer: product -> (highest rank of the loaded adapters, largest number of
         # output columns of their matrices).
         self._sizes: list[dict[ProductName, tuple[int, int]]] = []
@@ -36,23 +46,35 @@ class TritonAdapters:
     def add(self, weights: LoraWeights) -> None:
         """Makes an adapter available to later steps. A step names an adapter by the adapter's
         digest."""
+        self.drop(weights.digest)
         self._weights[weights.digest] = weights
-        self._update()
+        self.numbers[weights.digest] = number = self._free.pop()
+        fields = [_fields(layer) for layer in weights.layers]
+        self._fields[number] = torch.tensor(fields, dtype=torch.int64).to(self._device)
+        self._measure()
 
     def drop(self, digest: str) -> None:
         """Removes an adapter that no later step uses."""
-        self._weights.pop(digest, None)
-        self._update()
+        if self._weights.pop(digest, None) is not None:
+            number = self.numbers.pop(digest)
+            self._fields[number] = 0
+            self._free.append(number)
+            self._measure()
 
     def of_step(self, rows: Mapping[str, Sequence[int]]) -> AddsLora:
         """Returns an object that adds the LoRA deltas of one step. `rows` maps an adapter's digest
         to the rows that use the adapter."""
         if not rows:
             return NO_LORA
-        numbers = {digest: number for number, digest in enumerate(self._weights)}
-        by_number = {numbers[digest]: of_one for digest, of_one in rows.items()}
+        by_number = {self.numbers[digest]: of_one for digest, of_one in rows.items()}
         tiles = LoraTiles.of(by_number, self._device)
         return _TritonStepLora(tiles, self._fields, self._sizes, self._of_heads(rows))
+
+    def of_any_step(self, tiles: LoraTiles) -> AddsLora:
+        """Returns an object that adds the LoRA deltas of any step whose rows are in `tiles`, for a
+        graph: adapters that are loaded later may change other products. The model has no latent
+        attention."""
+        return _LoraOfAnyStep(tiles, self._fields, self._rank_max)
 
     def _of_heads(self, rows: Mapping[str, Sequence[int]]) -> StepLora:
         """Returns an object that adds the LoRA deltas to the products with one matrix per head."""
@@ -63,11 +85,8 @@ class TritonAdapters:
         }
         return StepLora(on_device, self._weights, linear) if on_device else NO_LORA
 
-    def _update(self) -> None:
-        adapters = list(self._weights.values())
-        fields = [[_fields(layer) for layer in adapter.layers] for adapter in adapters]
-        self._fields = torch.tensor(fields, dtype=torch.int64).to(self._device)
-        layers = zip(*(adapter.layers for adapter in adapters), strict=True)
+    def _measure(self) -> None:
+        layers = zip(*(adapter.layers for adapter in self._weights.values()), strict=True)
         self._sizes = [
             {name: sizes for name in _PRODUCTS if (sizes := _largest(of_all, name))}
             for of_all in layers
@@ -96,6 +115,24 @@ class _TritonStepLora:
             parts = self._fields[:, index, _PRODUCTS.index(product)]
             rank, columns = sizes
             add_lora(out, x, self._tiles, parts, rank_max=rank, columns_max=columns)
+        return out
+
+
+class _LoraOfAnyStep:
+    def __init__(self, tiles: LoraTiles, fields: torch.Tensor, rank_max: int) -> None:
+        self._tiles = tiles
+        self._fields = fields
+        self._rank_max = rank_max
+        self.add_of_heads = NO_LORA.add_of_heads
+
+    def add(
+        self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        """Adds deltas as `_TritonStepLora.add` does. Where no adapter has a matrix, the kernels end
+        at once."""
+        parts = self._fields[:, index, _PRODUCTS.index(product)]
+        columns = out.shape[1]
+        add_lora(out, x, self._tiles, parts, rank_max=self._rank_max, columns_max=columns)
         return out
 
 

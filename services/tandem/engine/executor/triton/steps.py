@@ -10,6 +10,7 @@ import torch
 from triton import knobs
 
 from tandem.engine.executor.collectives import ALONE, Collectives
+from tandem.engine.executor.torch.lora import NO_LORA
 from tandem.engine.executor.triton.decode_graphs import DecodeGraphs
 from tandem.engine.executor.triton.decoder import TritonDecoder
 from tandem.engine.executor.triton.graph import Recording
@@ -62,9 +63,13 @@ class TritonSteps:
         max_num_seqs: int,
         max_model_len: int,
         step_tokens: int,
+        num_adapters_max: int = 0,
+        lora_rank_max: int = 0,
+        records_adapters: bool = False,
         ranks: Collectives = ALONE,
     ) -> None:
         """`step_tokens` is the largest number of tokens of a step; steps of this size are tuned.
+        `records_adapters`: CUDA graphs are recorded for steps with LoRA adapters too.
         `weights` is the share of one of `ranks`. All ranks compute the same steps."""
         self._decoder = TritonDecoder(config, weights, max_model_len, ranks)
         self._ranks = ranks
@@ -76,7 +81,16 @@ class TritonSteps:
         self._vocab_size = config.vocab_size
         self._pools: Sequence[KvPool] | None = None
         device = weights.device
-        self._adapters = TritonAdapters(device)
+        self._adapters = TritonAdapters(
+            device,
+            num_layers=config.num_layers,
+            num_max=num_adapters_max,
+            rank_max=lora_rank_max,
+        )
+        self._num_adapters_max = num_adapters_max
+        # The products of latent attention that have one matrix for each head are launched one
+        # adapter after the other.
+        self._records_adapters = records_adapters and config.latent is None
         is_cuda = device.type == "cuda"
         # The tokens of the last sampling. A step that is launched ahead takes its tokens from here.
         self._drawn = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -127,6 +141,8 @@ class TritonSteps:
                 num_blocks=num_blocks,
                 num_groups=len(pools),
                 device=device,
+                adapters=self._adapters.numbers if self._records_adapters else None,
+                num_adapters=self._num_adapters_max,
             )
             self._graphs = DecodeGraphs(
                 recording,
@@ -228,7 +244,8 @@ class TritonSteps:
         self, views: StepViews, pools: Sequence[KvPool], out: torch.Tensor
     ) -> torch.Tensor:
         take_drawn(views.token_ids, self._drawn)
-        return self._decoder.forward(views, pools, out=out)
+        lora = self._adapters.of_any_step(views.tiles) if views.shape.num_tiles else NO_LORA
+        return self._decoder.forward(views, pools, lora=lora, out=out)
 
     def _run_mixed(
         self, batch: StepBatch, pools: Sequence[KvPool], *, wants_event: bool

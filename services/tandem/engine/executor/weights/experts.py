@@ -28,7 +28,7 @@ def load_experts(
     return ExpertWeights(
         router=_router(tensors, names, layer),
         shared=shared,
-        correction=tensors.floats(correction) if experts.is_corrected else None,
+        correction=tensors.floats(correction).flatten() if experts.is_corrected else None,
         mlps=tuple(Mlp(gate_up, down[0]) for gate_up, down in zip(gate_ups, downs, strict=True)),
     )
 

@@ -60,6 +60,10 @@ class TensorsByName:
             self._drop(name)
         return tensor
 
+    def ones(self, num: int) -> torch.Tensor:
+        """Returns `num` ones in the compute dtype."""
+        return torch.ones(num, dtype=self._dtype, device=self._device)
+
     def floats(self, name: str) -> torch.Tensor:
         return self.dense(name).to(device=self._device, dtype=torch.float32)
 
@@ -190,9 +194,8 @@ class TensorsByName:
     def _warn_converted(self, name: str) -> None:
         if not self._has_warned:
             log.warning(
-                "%s and similar tensors cannot be repacked for the kernels without a change of "
-                "their values, so they are converted to %s, which takes more memory "
-                "(docs/adding_a_model.md)",
+                "%s and similar tensors cannot be repacked exactly for the native kernels, so they "
+                "are converted to %s, which takes more memory (docs/adding_a_model.md)",
                 name,
                 self._dtype,
             )

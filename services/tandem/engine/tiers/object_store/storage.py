@@ -74,8 +74,9 @@ class ObjectStorage(SharedStorage):
             self._has(bytes(16))
         except PermissionError as error:
             raise ConfigError(
-                f"kv-store-url {place}: the store refuses the credentials in kv-store-credentials "
-                f"or, without that option, AWS_ACCESS_KEY_ID of the environment ({error})"
+                f"kv-store-url {place}: the store refuses the credentials ({error}). They come "
+                "from kv-store-credentials or, if this option is not set, from the environment "
+                "(AWS_ACCESS_KEY_ID)"
             ) from error
         except FileNotFoundError as error:
             raise ConfigError(

@@ -110,8 +110,8 @@ def _words(
     for what, num in in_words.items():
         if num % word:
             raise UnsupportedModel(
-                f"{module} has {num} {what}; this must be a multiple of {word}, because a word has "
-                f"{word} weights of {scheme.bits} bits"
+                f"{module} has {num} {what}; this must be a multiple of {word}, the number "
+                f"of {scheme.bits}-bit weights in one {_WORD_BITS}-bit word"
             )
     order = Form(((num_in,),), ("I32",), is_optional=True)
     if scheme.coding == "packed":

@@ -105,9 +105,14 @@ class KubernetesScale:
             async with asyncio.timeout(DEADLINE_S):
                 scale = await call
         except (TimeoutError, httpx2.TimeoutException) as error:
+            outcome = (
+                "could not be read"
+                if done == "read"
+                else "may be the old or the new one; `tandem status` shows it"
+            )
             raise DeadlineExceeded(
-                f"the size of {pool} may or may not have been {done}: the Kubernetes API server "
-                f"did not answer in {DEADLINE_S:g} s"
+                f"the Kubernetes API server did not answer in {DEADLINE_S:g} s, so the size of "
+                f"{pool} {outcome}"
             ) from error
         except httpx2.HTTPStatusError as error:
             raise _refusal(error, pool, owner, done) from error

@@ -70,8 +70,9 @@ def end(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     _take_back(client, [owner for owner in owners if owner not in late])
     if late:
         raise DeadlineExceeded(
-            f"{' and '.join(late)}: the workers were not replaced within {deadline_s:g} s; the "
-            "added worker stays until the next upgrade; to remove it now, set the pool's size to 1"
+            f"{' and '.join(late)}: the upgrade did not replace all workers within "
+            f"{deadline_s:g} s, so the added worker stays. The next upgrade removes it; to remove "
+            "it now, set the pool's size to 1"
         )
 
 

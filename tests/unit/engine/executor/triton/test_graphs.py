@@ -73,7 +73,7 @@ def test_graphs_have_tables_for_the_longest_context() -> None:
     assert not forward.seen  # without CUDA, nothing is recorded
 
 
-def mixed_graphs(forward: Forward) -> MixedGraphs:
+def mixed_graphs(forward: Forward, adapters: dict[str, int] | None = None) -> MixedGraphs:
     return MixedGraphs(
         forward.recording,
         num_seqs_max=9,
@@ -83,6 +83,8 @@ def mixed_graphs(forward: Forward) -> MixedGraphs:
         num_blocks=20,
         num_groups=2,
         device=CPU,
+        adapters=adapters,
+        num_adapters=3,
     )
 
 
@@ -98,6 +100,43 @@ def test_steps_with_chunks_are_recorded_with_all_tokens_in_one_chunk() -> None:
     ):
         assert lens == [100] * (num_single + 1) + [0] * (CHUNKS_MAX - 1)
         assert starts == [0] + [num_chunk_tokens] * CHUNKS_MAX
+
+
+@pytest.mark.usefixtures("as_cuda")
+def test_steps_with_adapters_have_graphs_of_their_own() -> None:
+    forward = Forward()
+    graphs = mixed_graphs(forward, adapters={})
+    graphs._record(20, 100)
+    with_adapters = [(s, c) for is_adapted, s, c in graphs._graphs if is_adapted]
+    assert with_adapters == [(s, c) for s in (0, 8, 9) for c in (0, 32, 64, 70) if s or c]
+    shape = graphs._graphs[True, 8, 0].views.shape
+    assert (shape.num_tokens, shape.num_seqs, shape.num_chunks) == (8, 8, 0)
+    for (_, single, tokens), graph in graphs._graphs.items():
+        is_adapted = graph.views.shape.num_tiles > 0
+        # Each of three adapters may leave one tile partly empty.
+        assert graph.views.shape.num_tiles == ((single + tokens) // 16 + 3 if is_adapted else 0)
+
+
+def test_rows_of_adapters_are_in_tiles() -> None:
+    forward = Forward()
+    adapters = {"first": 2, "second": 1}
+    graphs = mixed_graphs(forward, adapters=adapters)
+    pieces = [
+        chunk(18)._replace(adapter="first"),
+        chunk(1)._replace(adapter="second"),
+        chunk(3),
+        chunk(1)._replace(adapter="first"),
+    ]
+    assert graphs.fits(StepBatch(pieces))
+    assert graphs.fits(StepBatch([pieces[1]]))  # a decode step
+    assert not graphs.fits(StepBatch([pieces[1]._replace(adapter="")]))
+    graphs.run(StepBatch(pieces))
+    tiles = forward.seen[-1].tiles
+    assert tiles.adapters.tolist() == [1, 2, 2, 0, 0]  # 40 rows, and three adapters at most
+    rows = tiles.rows.view(-1, 16)
+    assert rows[0].tolist() == [0, *[-1] * 15]
+    assert rows[1:3].flatten().tolist() == [1, *range(8, 26), *[-1] * 13]
+    assert rows[3:].eq(-1).all()
 
 
 def chunk(num_tokens: int, *, wants_logits: bool = True) -> SequenceSlice:

@@ -56,10 +56,13 @@ PROMPTS = [list(range(1, 20)), [5, 9, 2], [7]]
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def runner_of(folder: ModelFolder, kernels: str, kv_dtype: str = "float32") -> ModelRunner:
+def runner_of(
+    folder: ModelFolder, kernels: str, kv_dtype: str = "float32", lora: Sequence[str] = ()
+) -> ModelRunner:
     config = EngineConfig(
         model=str(folder.path), dtype="float32", block_size=8, max_num_seqs=5, max_model_len=96
     )
+    config = replace(config, lora=tuple(lora))
     return ModelRunner(folder, replace(config, kernels=kernels, kv_dtype=kv_dtype))  # type: ignore[arg-type]
 
 
@@ -136,8 +139,10 @@ def test_adapters_beside_the_base_as_torch_computes_them(
     adapters = [describe(path.name, path, folder.config) for path in paths]
     digests = ["", *(adapter.digest for adapter in adapters)]
     found = []
-    for kernels in ("torch", "triton"):
-        runner = runner_of(folder, kernels)
+    # Graphs of steps with adapters are recorded if adapters are given at the start.
+    named = [f"{path.name}={path}" for path in paths]
+    for kernels, lora in (("torch", []), ("triton", []), ("triton", named)):
+        runner = runner_of(folder, kernels, lora=lora)
         for adapter in adapters:
             runner.add_adapter(runner.load_adapter(adapter))
         logits = []
@@ -148,7 +153,30 @@ def test_adapters_beside_the_base_as_torch_computes_them(
             if slices:
                 logits.append(runner.forward(StepBatch(slices)).clone())
         found.append(torch.cat(logits))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    for logits_of_triton in found[1:]:
+        torch.testing.assert_close(logits_of_triton, found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_keeps_its_number_until_it_is_dropped(tmp_path: Path) -> None:
+    folder, _ = make_tiny_model("llama", tmp_path / "model", num_hidden_layers=1)
+    runner = runner_of(folder, "triton")
+    adapters = []
+    for seed, name in enumerate(("one", "two", "three")):
+        write_adapter(tmp_path / name, folder.config, seed=seed, r=4)
+        adapters.append(describe(name, tmp_path / name, folder.config))
+    weights = [runner.load_adapter(adapter) for adapter in adapters]
+    assert runner._triton is not None
+    numbers = runner._triton._adapters.numbers
+    runner.add_adapter(weights[0])
+    runner.add_adapter(weights[1])
+    before = dict(numbers)
+    runner.drop_adapter(adapters[0].digest)
+    runner.add_adapter(weights[2])
+    assert numbers == {
+        adapters[1].digest: before[adapters[1].digest],
+        adapters[2].digest: before[adapters[0].digest],
+    }
+    assert 0 not in numbers.values()
 
 
 def test_the_same_logits_in_steps_of_any_mixture(tmp_path: Path) -> None:
