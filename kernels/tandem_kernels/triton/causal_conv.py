@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem_kernels.triton.state_spans import DeviceSpans
+from tandem_kernels.triton.state_spans import UNALIGNED, DeviceSpans
 from tandem_kernels.triton.tuning import next_power_of_2
 
 _ROWS = 16
@@ -53,7 +53,7 @@ def causal_conv1d(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _convolve(
     weight,
     bias,
@@ -114,7 +114,7 @@ def _convolve(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _keep_last(
     x,
     states,

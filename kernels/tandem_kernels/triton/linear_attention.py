@@ -21,7 +21,7 @@ import triton.language as tl
 
 from tandem_kernels.linear_attention import INNER_CHUNK
 from tandem_kernels.triton.attention_loop import product
-from tandem_kernels.triton.state_spans import DeviceSpans
+from tandem_kernels.triton.state_spans import UNALIGNED, DeviceSpans
 from tandem_kernels.triton.tuning import next_power_of_2
 
 NUM_WARPS = 8  # of the chunked form
@@ -213,7 +213,7 @@ def _steps(a, a_log, dt_bias, DT_MIN: tl.constexpr, DT_MAX: tl.constexpr, IS_DEL
     return step, -tl.exp(tl.load(a_log).to(tl.float32)) * step
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _scan_rows(
     out,
     q,
@@ -315,7 +315,7 @@ def _decays(log_decay, CHUNK: tl.constexpr):
     return sums, tl.exp(differences)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _prepare_chunks(
     scores,
     factors,
@@ -385,7 +385,7 @@ def _prepare_chunks(
     tl.store(factors + 3, tl.exp(last) + tl.zeros_like(sums), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _solve_chunks(
     inverses,
     k,
@@ -450,7 +450,7 @@ def _l2_factors(x):
     return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _scan_chunks(
     out,
     scores,

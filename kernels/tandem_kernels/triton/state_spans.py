@@ -7,6 +7,9 @@ import torch
 
 from tandem_kernels.linear_attention import StateSpan
 
+# Arguments of kernels whose alignment changes from step to step (tuning.py).
+UNALIGNED = ["first_rows", "num_rows", "first_positions", "slots"]
+
 
 class DeviceSpans(NamedTuple):
     """StateSpans as int32 tensors [S]. A span of no rows is padding. No tensor is read on the host,
