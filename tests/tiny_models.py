@@ -24,6 +24,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -42,8 +44,12 @@ from transformers import (
     HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     Ministral3Config,
@@ -63,10 +69,16 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -125,6 +137,21 @@ _EXPERTS = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 44,
     "first_k_dense_replace": 1,
+}
+_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 32,
+}
+_SHARED_EXPERT = {
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+    "shared_expert_intermediate_size": 52,
 }
 _NO_PAD = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 _GEMMA = {
@@ -186,6 +213,17 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "sliding_window": 40,
         },
     ),
+    "qwen3-next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        _DELTA | _SHARED_EXPERT | {"mlp_only_layers": [1]},
+    ),
+    "qwen3.5": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        _DELTA | {"tie_word_embeddings": True},
+    ),
+    "qwen3.5-moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, _DELTA | _SHARED_EXPERT),
     "gpt-oss": (
         GptOssForCausalLM,
         GptOssConfig,
@@ -454,6 +492,82 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
         HunYuanMoEV1Config,
         {"head_dim": 32, "num_experts": 6, "moe_topk": [3, 3, 3], **_NO_PAD},
     ),
+    "llama4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "intermediate_size": 44,
+            "intermediate_size_mlp": 60,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2, 3],
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": 40,
+            "floor_scale": 32,
+            "attn_scale": 0.4,
+            "attention_bias": True,
+            **_NO_PAD,
+        },
+    ),
+    "gemma4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "sliding_window": 40,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "final_logit_softcapping": 3.0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 203,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "global_head_dim": 32,
+            **_NO_PAD,
+        },
+    ),
+    "gemma4-keys": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {
+            "head_dim": 16,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 32,
+            **_NO_PAD,
+        },
+    ),
+    "mimo-v2": (
+        MiMoV2FlashForCausalLM,
+        MiMoV2FlashConfig,
+        {
+            "head_dim": 32,
+            "v_head_dim": 24,
+            "num_key_value_heads": 1,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "sliding_window": 40,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attention_bias": True,
+            "routed_scaling_factor": 0.5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 50000.0}
+                | {"partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}
+                | {"partial_rotary_factor": 0.25},
+            },
+            "attn_implementation": "eager",
+            **_NO_PAD,
+        },
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 
@@ -477,8 +591,11 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn_like(buffer) * 0.2)
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                buffer.copy_(torch.randn_like(buffer) * 0.2 + name.endswith("layer_scalar"))
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # exp(-8) per token: a state lasts thousands of tokens
+                parameter.sub_(8.0)
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text(character_tokenizer().to_str())
     return read_folder(path), model

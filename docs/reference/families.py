@@ -58,9 +58,20 @@ def _attention(family: Family) -> str:
         "all": "a window in all layers, or full",
         "switched": "full, or with `use_sliding_window` a window in all layers",
         "chosen": "full, or with `use_sliding_window` a window in some layers",
+        "chunked": "in chunks, but for layers without positions",
         "pattern": f"a window, but for the last of each {family.pattern} layers",
     }
     words = ["latent" if family.is_latent else parts[family.windows]]
+    if family.linear:
+        words = ["Gated DeltaNet, full in some layers"]
+    if family.has_attention_gates:
+        words.append("gates on the output of full attention")
+    if family.has_gemma4_layers:
+        words.append(
+            "other heads in layers without a window; KV of earlier layers in the last ones"
+        )
+    if family.has_mimo_layers:
+        words.append("the first has none; twice as many KV heads in layers with a window")
     if family.has_sinks:
         words.append("sinks")
     if family.has_caps and "attn_logit_softcapping" not in family.refuses:
@@ -104,6 +115,7 @@ def _norms(family: Family) -> str:
         "rotated_plain": "; of each head of q and k after RoPE, without weights",
     }
     latents = "; of latents" if family.is_latent else ""
+    latents += "; of values, without weights" if family.has_gemma4_layers else ""
     return where + weights + of_heads[family.qk_norm] + latents
 
 
@@ -114,15 +126,20 @@ def _mlp(family: Family) -> str:
         "from": "dense, then experts",
         "types": "experts in the layers of `mlp_layer_types`",
         "range": "experts in some layers",
+        "listed": "experts in some layers",
     }
     words = [layers[family.expert_layers] if family.experts else "dense"]
     if "n_shared_experts" in family.defaults:
         words[0] += " beside a shared MLP"
+    if family.has_shared_gate:
+        words[0] += " beside a shared MLP with a gate"
     if family.experts == "gpt_oss":
         words[0] += " with biases, also in MXFP4"
     if family.is_corrected:
         scores = "sigmoids" if family.has_sigmoids else "softmaxes"
         words.append(f"chosen by {scores} with a correction")
+    if family.weighs_inputs:
+        words.append("weights multiply their inputs")
     if family.has_clamped_gates:
         words.append("clamped gates")
     if family.fused:
@@ -143,6 +160,8 @@ def _factors(family: Family) -> str:
     scaled = {"all": "all layers", "no_rope": "layers without positions"}
     if family.query_scaling:
         factors[""] = [f"of queries, by position, in {scaled[family.query_scaling]}"]
+    if family.has_gemma4_layers:
+        factors["gemma"] = ["of embeddings and layers", "embeddings for each layer"]
     words = [*factors[family.multipliers], *(["capped logits"] if family.has_caps else [])]
     return "; ".join(words)
 

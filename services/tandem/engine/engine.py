@@ -76,8 +76,13 @@ class Engine:
         self.max_model_len = runner.max_model_len
         self.max_tokens_per_step = config.max_tokens_per_step or runner.tokens_per_step
         config = runner.with_pool_size(config, self.max_tokens_per_step)
-        self.layout = divide_pool(runner.layout, config, step_tokens=self.max_tokens_per_step)
-        runner.allocate(*self.layout.sizes)
+        sizes = divide_pool(
+            lambda *num_blocks: runner.layout(*num_blocks).of_rank(runner.num_pools),
+            config,
+            step_tokens=self.max_tokens_per_step,
+        ).sizes
+        self.layout = runner.layout(*sizes)
+        runner.allocate(*sizes)
         self._runner = runner
         self._config = config
         self._adapters = AdapterSlots(
@@ -256,6 +261,8 @@ class Engine:
         # The last token is computed even if its KV was pulled, because its logits are needed.
         sequence.take_prefix(min(num_blocks, len(sequence.reusable_hashes)))
         self._store_full_blocks(sequence)
+        if self._kv.has_states:
+            self._freeze_states(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
         self._scheduler.start(sequence)
@@ -542,6 +549,8 @@ class Engine:
         """
         sequence.advance(num_tokens)
         self._store_full_blocks(sequence)
+        if num_tokens and sequence.is_at_checkpoint:
+            self._freeze_states(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
 
@@ -561,6 +570,13 @@ class Engine:
         sequence.store_full_blocks(self._kv)
         if sequence.num_used_blocks < sequence.num_stored_blocks:
             self._scheduler.loads.use(sequence)
+
+    def _freeze_states(self, sequence: Sequence) -> None:
+        """Caches copies of the running states of a sequence, so that requests can resume here."""
+        if copies := sequence.freeze_states(self._kv):
+            self._runner.copy_blocks(copies)
+            # A slot may be freed and filled by a pull, so the copies must have ended.
+            self._runner.synchronize()
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """Removes a sequence from the engine and frees its blocks. No other function does this."""

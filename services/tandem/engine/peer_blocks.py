@@ -95,7 +95,9 @@ class PeerBlocks:
         self, sequence_id: str, block_hashes: list[bytes], depth: int, *, is_imported: bool
     ) -> PeerChain:
         num_tokens = len(block_hashes) * self._kv.layout.block_size
-        tables = self._kv.reserve(block_hashes, depth, num_tokens=num_tokens, resume=num_tokens)
+        tables = self._kv.reserve(
+            block_hashes, depth, num_tokens=num_tokens, resume=num_tokens, is_chain=True
+        )
         assert tables is not None, "its free blocks were counted"
         chain = self._chains[sequence_id] = PeerChain(tables, block_hashes, depth, is_imported)
         return chain

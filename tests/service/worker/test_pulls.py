@@ -67,7 +67,7 @@ class Producer(WorkerServicer):
         self.streams: set[str] = set()
         link: Any = SimpleNamespace(pool=self.pool)
         served = WorkerMetrics(worker_id="p0", role="prefill").kv_bytes_served
-        self._blocks = BlockServer(link, self.leases.lent, served.inc, block_bytes=BLOCK)
+        self._blocks = BlockServer(link, self.leases.lent, served.inc)
         self.fetch: Fetch = self._blocks.fetch
 
     async def FetchBlocks(  # noqa: N802

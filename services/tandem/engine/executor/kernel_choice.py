@@ -17,6 +17,7 @@ from tandem.engine.executor.card_dtypes import describe, is_old
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config.model import ModelConfig
+from tandem.models.limits import why_only_torch
 from tandem_kernels.native.library import why_unusable
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
         return why_not_native(model)
     if chosen != "triton":
         return ""
+    if model.has_states:
+        return "layers with linear attention are not supported"
     if model.latent is not None and config.kv_dtype == "int8":
         return "only the native and torch kernels read int8 KV of latent attention"
     if config.kv_dtype in ("k8v4", "int4"):
@@ -75,10 +78,16 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
 
 def why_not_triton_model(model: ModelConfig) -> str:
     """Returns why the Triton kernels cannot compute a model, or an empty string if they can."""
+    if why := why_only_torch(model):
+        return why
     if model.is_parallel or model.centers_norms:
         return "only the native and torch kernels compute LayerNorms and parallel blocks"
     if model.norms_rotated_heads:
         return "only the native and torch kernels normalize queries and keys after RoPE"
+    if any(layer.is_chunked for layer in model.layers):
+        return "only the native and torch kernels compute attention in chunks"
+    if any(layer.experts and layer.experts.weighs_inputs for layer in model.layers):
+        return "only the native and torch kernels multiply the inputs of experts by their weights"
     return ""
 
 

@@ -153,6 +153,13 @@ def _check_surplus(
 ) -> None:
     extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
     left = tuple(f"model.layers.{layer}." for layer in extra)
+    # Keys and values of layers that read those of earlier layers.
+    left += tuple(
+        f"model.layers.{layer}.self_attn.{part}_"
+        for layer, spec in enumerate(config.layers)
+        if spec.kv_source is not None
+        for part in "kv"
+    )
     surplus = [
         each.name
         for name, each in stored.items()

@@ -5,6 +5,7 @@ Schemes:
 - stacked: one tensor has the matrices of all experts; gate and up are joined.
 - GGUF: one tensor has the matrices of all experts; gate and up are separate.
 - gpt-oss: as stacked, but with biases, interleaved gate and up, and transposed matrices.
+- Llama 4: as stacked, but with transposed matrices.
 
 In the table, names are relative to the layer, E is the number of an expert, and "inner" is an
 expert's intermediate size.
@@ -16,12 +17,17 @@ apart     block_sparse_moe.gate.weight                  [experts, hidden]       
           mlp.gate.weight, mlp.experts.E.{gate,up,down}_proj.weight             Qwen 3, DeepSeek
           mlp.gate.e_score_correction_bias              [experts]               DeepSeek V3
           mlp.shared_experts.{gate,up,down}_proj.weight                         DeepSeek
+          mlp.shared_expert.{gate,up,down}_proj.weight                          Qwen 3 Next
+          mlp.shared_expert_gate.weight                 [1, hidden]             Qwen 3 Next
 stacked   mlp.gate.weight                               [experts, hidden]       all of the above
           mlp.experts.gate_up_proj                      [experts, 2 inner, hidden]
           mlp.experts.down_proj                         [experts, hidden, inner]
 GGUF      mlp.gate.weight                               [experts, hidden]
           mlp.experts.{gate,up}_proj.weight             [experts, inner, hidden]
           mlp.experts.down_proj.weight                  [experts, hidden, inner]
+Llama 4   mlp.gate.weight                               [experts, hidden]
+          mlp.experts.gate_up_proj                      [experts, hidden, 2 inner]
+          mlp.experts.down_proj                         [experts, inner, hidden]
 gpt-oss   mlp.router.{weight,bias}                      [experts, hidden], [experts]
           mlp.experts.gate_up_proj, gate and up interleaved     [experts, hidden, 2 inner]
           mlp.experts.gate_up_proj_bias                 [experts, 2 inner]
@@ -47,18 +53,25 @@ Shapes = dict[str, tuple[int, ...]]
 
 MXFP4_BLOCK = 32  # number of consecutive weights of a row that share a scale
 CORRECTION = "e_score_correction_bias"
-_STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+STACKED_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _OF_GGUF = tuple(f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down"))
 _PLACES: dict[ExpertForm, str] = {
     "mixtral": "block_sparse_moe",
     "qwen": "mlp",
     "deepseek": "mlp",
+    "llama4": "mlp",
 }
 _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
     "mixtral": ("w1", "w3", "w2"),
     "qwen": ("gate_proj", "up_proj", "down_proj"),
     "deepseek": ("gate_proj", "up_proj", "down_proj"),
+    "llama4": ("gate_proj", "up_proj", "down_proj"),
 }
+
+
+def shared_mlp(experts: Experts) -> str:
+    """Returns the name of the MLP that all tokens use."""
+    return "mlp.shared_expert" if experts.has_shared_gate else "mlp.shared_experts"
 
 
 def bias_of(weight: str) -> str:
@@ -78,8 +91,8 @@ class ExpertNames:
     @classmethod
     def of(cls, config: ModelConfig, stored: Collection[str]) -> Self:
         """Detects the naming scheme from the names of the stored tensors."""
-        is_stacked = config.expert_form == "gpt_oss" or any(
-            name.endswith(_STACKED) for name in stored
+        is_stacked = config.expert_form in ("gpt_oss", "llama4") or any(
+            name.endswith(STACKED_EXPERTS) for name in stored
         )
         is_gguf = any(name.endswith(_OF_GGUF) for name in stored)
         return cls(config.expert_form, is_stacked or is_gguf, config.is_mxfp4, is_gguf)
@@ -99,7 +112,7 @@ class ExpertNames:
     @property
     def stacked(self) -> tuple[str, ...]:
         """Names of the stacked tensors: (gate_up, down), or (gate, up, down) in GGUF files."""
-        return _OF_GGUF if self.is_gguf else _STACKED
+        return _OF_GGUF if self.is_gguf else STACKED_EXPERTS
 
     def parts(self, expert: int) -> tuple[str, str, str]:
         """Returns the names of an expert's gate, up and down matrices."""
@@ -128,6 +141,8 @@ class ExpertNames:
             gate_up, down = self.stacked
             shapes[gate_up] = (experts.num, 2 * experts.inner, hidden)
             shapes[down] = (experts.num, hidden, experts.inner)
+            if self.form == "llama4":
+                shapes |= {name: (experts.num, *shapes[name][:0:-1]) for name in self.stacked}
             return shapes
         for expert in range(experts.num):
             gate, up, down = self.parts(expert)

@@ -18,6 +18,21 @@ self_attn.o_proj.weight               [hidden, heads * value]             always
 
 q_a_proj, kv_a_proj_with_mqa and o_proj may have a bias, whose shape is the first size of the
 weight.
+
+A layer with linear attention (`GatedDelta`) has the following tensors. The outputs of joined
+matrices are ordered by key head: for each key head q, k, v and z, and b and a. Otherwise the q of
+all heads come first, then their k, then v.
+
+name                                  shape                                         present
+linear_attn.in_proj_qkvz.weight       [channels + value heads * value dim, hidden]  joined
+linear_attn.in_proj_ba.weight         [2 * value heads, hidden]                     joined
+linear_attn.in_proj_qkv.weight        [channels, hidden]                            not joined
+linear_attn.in_proj_z.weight          [value heads * value dim, hidden]             not joined
+linear_attn.in_proj_{b,a}.weight      [value heads, hidden]                         not joined
+linear_attn.conv1d.weight             [channels, 1, kernel]
+linear_attn.A_log, linear_attn.dt_bias  [value heads]
+linear_attn.norm.weight               [value dim]
+linear_attn.out_proj.weight           [hidden, value heads * value dim]
 """
 
 from __future__ import annotations
@@ -25,13 +40,19 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tandem.errors import UnsupportedModel
-from tandem.models.checkpoint.expert_names import ExpertNames, Shapes
+from tandem.models.checkpoint.expert_names import ExpertNames, Shapes, shared_mlp
 from tandem.models.config.latent import Latent
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+# Tensors of the embeddings that a token has for each layer (`PerLayerInputs`).
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+LAYER_PROJECTION = "model.per_layer_model_projection.weight"
+LAYER_NORM = "model.per_layer_projection_norm.weight"
 # Value of `ModelConfig.norms` -> (field of LayerWeights -> name of the norm in checkpoints).
 NORMS = {
     "before": {
@@ -67,6 +88,11 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
     shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden), FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[OUTPUT] = (config.vocab_size, hidden)
+    if config.per_layer_inputs is not None:
+        width = config.num_layers * config.per_layer_inputs.size
+        shapes[LAYER_EMBEDDING] = (config.per_layer_inputs.vocab_size, width)
+        shapes[LAYER_PROJECTION] = (width, hidden)
+        shapes[LAYER_NORM] = (config.per_layer_inputs.size,)
     names = ExpertNames.of(config, stored)
     if not names.is_stacked and _num_experts(config) > len(stored):
         raise UnsupportedModel(
@@ -74,11 +100,27 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             f"least one tensor each, but the checkpoint has only {len(stored)} tensors"
         )
     for i, spec in enumerate(config.layers):
-        layer = _attention_shapes(config, f"model.layers.{i}", stored) | (
-            names.shapes(spec.experts, hidden) if spec.experts else _mlp_shapes(config)
+        layer = _norm_shapes(config) | (
+            _delta_shapes(spec.linear, hidden)
+            if spec.linear
+            else _attention_shapes(config, spec, f"model.layers.{i}", stored)
         )
+        layer |= (
+            names.shapes(spec.experts, hidden)
+            if spec.experts
+            else _mlp_shapes(config, inner=spec.inner or 0)
+        )
+        if config.has_layer_scalars:
+            layer["layer_scalar"] = (1,)
+        if config.per_layer_inputs is not None:
+            size = config.per_layer_inputs.size
+            layer["per_layer_input_gate.weight"] = (size, hidden)
+            layer["per_layer_projection.weight"] = (hidden, size)
+            layer["post_per_layer_input_norm.weight"] = (hidden,)
         if spec.experts and spec.experts.shared_inner:
-            layer |= _mlp_shapes(config, "mlp.shared_experts", spec.experts.shared_inner)
+            layer |= _mlp_shapes(config, shared_mlp(spec.experts), spec.experts.shared_inner)
+        if spec.experts and spec.experts.has_shared_gate:
+            layer["mlp.shared_expert_gate.weight"] = (1, hidden)
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
     return shapes
 
@@ -87,30 +129,64 @@ def _num_experts(config: ModelConfig) -> int:
     return sum(spec.experts.num for spec in config.layers if spec.experts)
 
 
-def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) -> Shapes:
-    """Returns the shapes of a layer's attention and norms. `layer` is the name of the layer, such
+def _norm_shapes(config: ModelConfig) -> Shapes:
+    return {f"{name}.weight": (config.hidden_size,) for name in NORMS[config.norms].values()}
+
+
+def _delta_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
+    num_values = sizes.num_value_heads * sizes.value_dim
+    outputs = {
+        "qkv": sizes.num_channels,
+        "z": num_values,
+        "b": sizes.num_value_heads,
+        "a": sizes.num_value_heads,
+    }
+    if sizes.is_joined:
+        outputs = {"qkvz": sizes.num_channels + num_values, "ba": 2 * sizes.num_value_heads}
+    return {
+        f"linear_attn.in_proj_{name}.weight": (num, hidden) for name, num in outputs.items()
+    } | {
+        "linear_attn.conv1d.weight": (sizes.num_channels, 1, sizes.kernel),
+        "linear_attn.A_log": (sizes.num_value_heads,),
+        "linear_attn.dt_bias": (sizes.num_value_heads,),
+        "linear_attn.norm.weight": (sizes.value_dim,),
+        "linear_attn.out_proj.weight": (hidden, num_values),
+    }
+
+
+def _attention_shapes(
+    config: ModelConfig, spec: LayerSpec, layer: str, stored: Collection[str]
+) -> Shapes:
+    """Returns the shapes of a layer's attention. `layer` is the name of the layer, such
     as model.layers.0."""
     hidden = config.hidden_size
-    head_dim = config.head_dim
-    norms: Shapes = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
+    heads = config.heads_of(spec)
+    head_dim = heads.dim
     if config.latent is not None:
-        return norms | _latent_shapes(config, config.latent, layer, stored)
+        return _latent_shapes(config, config.latent, layer, stored)
     q_size = config.num_attention_heads * head_dim
-    kv_size = config.num_kv_heads * head_dim
-    linears = {"self_attn.o_proj": (hidden, q_size, config.attention_out_bias)}
+    kv_size = heads.num_kv * head_dim
+    value_dim = config.value_dim or head_dim
+    num_values = config.num_attention_heads * value_dim
+    linears = {"self_attn.o_proj": (hidden, num_values, config.attention_out_bias)}
     if config.has_fused_qkv:
         linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
     else:
-        linears["self_attn.q_proj"] = (q_size, hidden, config.qkv_bias)
+        # With gates, each head has its query and then its gate.
+        q_out = q_size * 2 if config.has_attention_gates else q_size
+        linears["self_attn.q_proj"] = (q_out, hidden, config.qkv_bias)
+    if spec.kv_source is None and not config.has_fused_qkv:
         linears["self_attn.k_proj"] = (kv_size, hidden, config.qkv_bias)
-        linears["self_attn.v_proj"] = (kv_size, hidden, config.qkv_bias)
-    shapes = norms
-    if config.has_sinks:
+        if not spec.values_are_keys:
+            linears["self_attn.v_proj"] = (heads.num_kv * value_dim, hidden, config.qkv_bias)
+    shapes: Shapes = {}
+    if config.has_sinks and not spec.lacks_sinks:
         shapes["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm and config.qk_norm != "rotated_plain":
         has_all = config.qk_norm == "all"
         shapes["self_attn.q_norm.weight"] = (q_size if has_all else head_dim,)
-        shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)
+        if spec.kv_source is None:
+            shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)
     return shapes | _linear_shapes(linears)
 
 

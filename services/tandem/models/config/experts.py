@@ -6,7 +6,14 @@ from typing import Any
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.families import Family
-from tandem.models.config.fields import flag, layer_number, number, one_per_layer, same_size, size
+from tandem.models.config.fields import (
+    flag,
+    layer_number,
+    one_per_layer,
+    optional_number,
+    same_size,
+    size,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +41,13 @@ class Experts:
     has_biases: bool = False  # True: the router and all matrices of the experts have biases.
     has_sigmoids: bool = False  # True: the score of an expert is sigmoid(logit), not a softmax.
     is_corrected: bool = False  # True: experts are ranked by their score plus a learned bias.
+    # True: the weight of an expert multiplies the expert's input instead of its output.
+    weighs_inputs: bool = False
     groups: ExpertGroups | None = None
     scale: float = 1.0  # factor on the weights of the chosen experts
     shared_inner: int = 0  # sum of the intermediate sizes of all shared experts; 0: there are none
+    # True: the output of the shared expert is multiplied by the sigmoid of a learned gate.
+    has_shared_gate: bool = False
 
 
 def read_experts(
@@ -53,9 +64,13 @@ def read_experts(
         raise UnsupportedModel(
             f"num_experts_per_tok is {top_k}; it must be at most the number of experts, {num}"
         )
-    has_own_size = family.experts in ("qwen", "deepseek")
+    is_deepseek = family.experts == "deepseek"
+    has_own_size = family.experts in ("qwen", "deepseek", "llama4")
     inner = size(config, "moe_intermediate_size" if has_own_size else "intermediate_size")
-    has_shared = family.experts == "deepseek" and "n_shared_experts" in config
+    has_shared = "n_shared_experts" in family.defaults
+    shared_inner = inner * size(config, "n_shared_experts") if has_shared else 0
+    if family.has_shared_gate:
+        shared_inner = size(config, "shared_expert_intermediate_size")
     experts = Experts(
         num=num,
         top_k=top_k,
@@ -64,9 +79,11 @@ def read_experts(
         has_biases=family.experts == "gpt_oss",
         has_sigmoids=family.has_sigmoids,
         is_corrected=family.is_corrected,
-        groups=_groups(config, family, num, top_k) if family.experts == "deepseek" else None,
-        scale=number(config, "routed_scaling_factor", 1.0) if family.experts == "deepseek" else 1.0,
-        shared_inner=inner * size(config, "n_shared_experts") if has_shared else 0,
+        weighs_inputs=family.weighs_inputs,
+        groups=_groups(config, family, num, top_k) if is_deepseek else None,
+        scale=optional_number(config, "routed_scaling_factor", 1.0) if is_deepseek else 1.0,
+        shared_inner=shared_inner,
+        has_shared_gate=family.has_shared_gate,
     )
     return [experts if is_sparse else None for is_sparse in _are_sparse(config, family, num_layers)]
 
@@ -83,6 +100,16 @@ def _are_sparse(config: Mapping[str, Any], family: Family, num_layers: int) -> l
             )
         step = size(config, "decoder_sparse_step")
         return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    if family.expert_layers == "listed":
+        listed = config.get("moe_layers")
+        if listed is None:
+            step = size(config, "interleave_moe_layer_step")
+            return [(layer + 1) % step == 0 for layer in range(num_layers)]
+        if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
+            raise UnsupportedModel(
+                f"moe_layers is {listed!r:.80}; it must be a list of layer numbers"
+            )
+        return [layer in listed for layer in range(num_layers)]
     if family.expert_layers == "range":
         step = size(config, "moe_layer_interval")
         first = layer_number(config, "moe_layer_start_index")
@@ -123,6 +150,6 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
 
 
 def _num_experts_key(config: Mapping[str, Any], family: Family) -> str:
-    if family.experts == "deepseek":
+    if family.experts in ("deepseek", "llama4"):
         return "n_routed_experts"
     return "num_experts" if "num_experts" in config else "num_local_experts"

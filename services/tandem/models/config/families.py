@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 Norms = Literal["before", "after", "around", "around_glm", "parallel"]
 QkNorm = Literal["", "head", "all", "rotated", "rotated_plain"]
-Windows = Literal["none", "all", "switched", "chosen", "pattern"]
-ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek"]
+Linear = Literal["", "gated_delta", "gated_delta_joined"]
+Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
+ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4"]
 Fused = Literal["", "mlp", "all"]
-ExpertLayers = Literal["all", "steps", "from", "types", "range"]
+ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,16 @@ class Family:
             without RoPE, in other families the layers from number `max_window_layers` on;
         "pattern": the layers that `layer_types` names. Without `layer_types`, all but every n-th
             layer, where n is `sliding_window_pattern`. With 6, layers 0 to 4 have a window, and
-            layer 5 has none.
+            layer 5 has none;
+        "chunked": no sliding windows. The layers that `layer_types` names, or without it those with
+            RoPE, attend within chunks of `attention_chunk_size` tokens.
     pattern: the default of `sliding_window_pattern`.
     rope_theta: the default of `rope_theta`.
     has_rope_by_kind: layers with a window and layers without one have different RoPE parameters.
     has_no_rope_layers: some layers have no RoPE (`no_rope_layers`).
     rope_in_windows: whether only the layers with a window have RoPE:
         "": no;
-        "or_all": yes; if no layer has a window, all layers have RoPE;
+        "or_all": yes; if `sliding_window` is null, all layers have RoPE;
         "only": yes, and `sliding_window` must not be null.
     query_scaling: the layers in which a factor that grows with the position multiplies the queries:
         "": none;
@@ -92,10 +95,30 @@ class Family:
         "from": the layers from number `first_k_dense_replace` on;
         "types": those that `mlp_layer_types` calls "sparse"; without it, as "from";
         "range": every `moe_layer_interval`-th layer from `moe_layer_start_index` to
-            `moe_layer_end_index` (-1: the last layer).
+            `moe_layer_end_index` (-1: the last layer);
+        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer.
+    has_shared_gate: layers with experts have one shared expert, whose output is multiplied by the
+        sigmoid of a learned gate.
     has_sigmoids: the score of an expert is the sigmoid of its logit instead of a softmax.
     is_corrected: experts are chosen by their score plus a learned bias.
+    weighs_inputs: the weight of an expert multiplies its input instead of its output.
+    has_mimo_layers: the layers are MiMo V2's: those with a window have twice as many KV heads, and
+        only these have attention sinks; values have a size of their own (`v_head_dim`) and are
+        multiplied by `attention_value_scale`; the first layer never has a window.
+    has_rotary_dim: `rotary_dim` is the number of rotated elements of a head, if nothing else says.
+    has_gemma4_layers: the layers are Gemma 4's: those without a window have heads of their own
+        (`global_head_dim`), the last ones read the KV of earlier layers (`num_kv_shared_layers`),
+        values are normalized, and each layer has a scalar and may have embeddings of its own.
     is_latent: attention is latent (latent.py).
+    linear: the kind of the layers that `layer_types` calls linear_attention. Without `layer_types`,
+        every `full_attention_interval`-th layer has full attention, and the others are linear.
+        "": the family has no such layers;
+        "gated_delta": Gated DeltaNet (linear_attention.py), whose checkpoints have a matrix for
+            each of q with k and v, z, b and a;
+        "gated_delta_joined": Gated DeltaNet, whose checkpoints have one matrix for q, k, v and z,
+            and one for b and a.
+    has_attention_gates: the output of attention is multiplied by the sigmoid of a gate. The matrix
+        q_proj computes the gates too: for each head the query, then the gate.
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
     has_sinks: each head has an attention sink: a learned score that the softmax over the head's
@@ -135,9 +158,16 @@ class Family:
     multipliers: Literal["", "granite", "gemma", "cohere"] = ""
     experts: ExpertForm = ""
     expert_layers: ExpertLayers = "all"
+    has_shared_gate: bool = False
     has_sigmoids: bool = False
     is_corrected: bool = False
+    weighs_inputs: bool = False
+    has_mimo_layers: bool = False
+    has_rotary_dim: bool = False
+    has_gemma4_layers: bool = False
     is_latent: bool = False
+    linear: Linear = ""
+    has_attention_gates: bool = False
     has_extra_layers: bool = False
     has_sinks: bool = False
     has_clamped_gates: bool = False
@@ -156,6 +186,25 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
+}
+
+# Qwen3-Next and Qwen3.5: three of four layers have linear attention.
+_QWEN_LINEAR: Mapping[str, Any] = {
+    "norm_offset": 1.0,
+    "qk_norm": "head",
+    "has_partial_rope": True,
+    "has_attention_gates": True,
+    "refuses": ("attention_bias",),
+}
+_QWEN_LINEAR_DEFAULTS = {
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
 
 _GPT_OSS_ROPE = {
@@ -215,6 +264,40 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
             "decoder_sparse_step": 1,
+        },
+    ),
+    "Qwen3NextForCausalLM": Family(
+        **_QWEN_LINEAR,
+        experts="qwen",
+        expert_layers="steps",
+        has_shared_gate=True,
+        linear="gated_delta_joined",
+        defaults=_QWEN_LINEAR_DEFAULTS
+        | {
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        **_QWEN_LINEAR, linear="gated_delta", defaults=_QWEN_LINEAR_DEFAULTS
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        **_QWEN_LINEAR,
+        experts="qwen",
+        has_shared_gate=True,
+        linear="gated_delta",
+        defaults=_QWEN_LINEAR_DEFAULTS
+        | {
+            "intermediate_size": 512,  # of no layer
+            "norm_topk_prob": True,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
         },
     ),
     "GptOssForCausalLM": Family(
@@ -412,6 +495,7 @@ FAMILIES: Mapping[str, Family] = {
         biases="none",
         rope_theta=5000000.0,
         has_partial_rope=True,
+        has_rotary_dim=True,
         experts="mixtral",
         has_sigmoids=True,
         is_corrected=True,
@@ -456,7 +540,7 @@ FAMILIES: Mapping[str, Family] = {
             ".mlp.moe_statics.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"
         },
         refuses=("use_bias",),
-        demands=_NORMALIZED,
+        demands=_NORMALIZED | {"moe_norm_min": (1e-12,), "routed_scaling_factor": (1.0,)},
         defaults=_NORMALIZED_DEFAULTS
         | {
             "moe_intermediate_size": 1536,
@@ -525,6 +609,8 @@ FAMILIES: Mapping[str, Family] = {
                 "rope_theta": 1000000.0,
                 "factor": 16.0,
                 "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
                 "llama_4_scaling_beta": 0.1,
             },
         },
@@ -592,5 +678,112 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 1,
             "rms_norm_eps": 1e-5,
         },
+    ),
+    "Llama4ForCausalLM": Family(
+        qk_norm="rotated_plain",
+        qk_norm_key="use_qk_norm",
+        windows="chunked",
+        rope_theta=500000.0,
+        has_no_rope_layers=True,
+        has_rope_pairs=True,
+        query_scaling="no_rope",
+        experts="llama4",
+        expert_layers="listed",
+        has_sigmoids=True,
+        weighs_inputs=True,
+        key_names={
+            "intermediate_size": "intermediate_size_mlp",
+            "moe_intermediate_size": "intermediate_size",
+            "n_routed_experts": "num_local_experts",
+        },
+        tensor_names={
+            ".feed_forward.router.": ".mlp.gate.",
+            ".feed_forward.shared_expert.": ".mlp.shared_experts.",
+            ".feed_forward.": ".mlp.",
+        },
+        demands={"norm_topk_prob": (False,)},
+        defaults={
+            "attention_chunk_size": 8192,
+            "attn_scale": 0.1,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "head_dim": 128,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 16384,
+            "n_routed_experts": 16,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "rms_norm_eps": 1e-5,
+            "use_qk_norm": True,
+        },
+    ),
+    "Gemma4ForCausalLM": Family(
+        norms="around",
+        qk_norm="head",
+        windows="pattern",
+        pattern=6,
+        has_rope_by_kind=True,
+        scalings=(*Family().scalings, "proportional"),
+        is_length_scaled=True,
+        activation_key="hidden_activation",
+        multipliers="gemma",
+        has_caps=True,
+        has_gemma4_layers=True,
+        refuses=("attn_logit_softcapping", "enable_moe_block"),
+        demands={
+            "query_pre_attn_scalar": (1,),
+            "use_bidirectional_attention": (None, "vision"),
+        },
+        defaults={
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 256,
+            "query_pre_attn_scalar": 1,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1000000.0,
+                },
+            },
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "MiMoV2FlashForCausalLM": Family(
+        biases="config_qkv",
+        windows="pattern",
+        pattern=6,
+        has_rope_by_kind=True,
+        has_partial_rope=True,
+        has_sinks=True,
+        has_mimo_layers=True,
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        demands={"partial_rotary_factor": (0.334,)},
+        defaults={
+            "attention_value_scale": 0.707,
+            "first_k_dense_replace": 1,
+            "head_dim": 192,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 256,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "partial_rotary_factor": 0.334,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "sliding_window": 129,
+            "topk_group": 1,
+            "v_head_dim": 128,
+        },
+        tensor_names={".attention_sink_bias": ".sinks"},
     ),
 }

@@ -12,9 +12,14 @@ from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
-from tandem.models.config.fields import flag, number, optional_size, size
+from tandem.models.config.fields import flag, number, optional_number, optional_size, size
+from tandem.models.config.gemma4 import (
+    PerLayerInputs,
+    read_per_layer_inputs,
+    with_gemma4_layers,
+)
 from tandem.models.config.latent import Latent, read_latent
-from tandem.models.config.layers import LayerSpec, read_layers
+from tandem.models.config.layers import Heads, LayerSpec, read_layers
 from tandem.models.config.quantization import has_kv_scales, read_quantization
 from tandem.models.config.quantization_scheme import Quantization
 from tandem.models.config.rope import read_ropes
@@ -94,6 +99,12 @@ class ModelConfig:
     # Part of a tensor's name in checkpoints -> the part that stands there in this package.
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
+    has_attention_gates: bool = False  # True: attention's output is multiplied by sigmoid(gate).
+    value_dim: int | None = None  # number of elements of a head's value; None: as of its key
+    value_scale: float = 1.0  # factor on values
+    has_value_norms: bool = False  # True: values are normalized, without weights.
+    has_layer_scalars: bool = False  # True: the output of each layer is multiplied by a number.
+    per_layer_inputs: PerLayerInputs | None = None  # None: tokens have no embeddings for layers
     # Number of layers in the checkpoint for multi-token prediction. Tandem does not run them.
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
@@ -102,6 +113,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep a state in place of keys and values."""
+        return any(layer.linear is not None for layer in self.layers)
 
     @property
     def attention_scale(self) -> float:
@@ -140,6 +156,10 @@ class ModelConfig:
         for own, ours in self.tensor_names.items():
             name = name.replace(ours, own)
         return name
+
+    def heads_of(self, layer: LayerSpec) -> Heads:
+        """Returns the KV heads of a layer."""
+        return layer.heads or Heads(self.num_kv_heads, self.head_dim)
 
     @property
     def is_parallel(self) -> bool:
@@ -183,6 +203,10 @@ class ModelConfig:
         num_kv_heads, head_dim = (
             (1, latent.kv_dim) if latent else _kv_heads(config, num_heads, hidden_size)
         )
+        if family.has_mimo_layers and size(config, "v_head_dim") > head_dim:
+            raise UnsupportedModel(
+                f"v_head_dim is {config['v_head_dim']}; it must be at most head_dim, {head_dim}"
+            )
         has_bias = family.biases.startswith("config") and flag(config, "attention_bias")
         out_key = "attention_out_bias" if family.biases == "config_apart" else "attention_bias"
         max_model_len = _max_model_len(config, family)
@@ -190,6 +214,8 @@ class ModelConfig:
         if latent is not None and family.has_partial_rope:
             layers = tuple(replace(each, rope=latent.whole_rope(each.rope)) for each in layers)
         _check_ropes(layers, family, latent.rope_dim if latent else head_dim)
+        if family.has_gemma4_layers:
+            layers = with_gemma4_layers(layers, config, Heads(num_kv_heads, head_dim))
         return cls(
             architecture=architecture,
             vocab_size=size(config, "vocab_size"),
@@ -232,6 +258,16 @@ class ModelConfig:
             has_rope_pairs=family.has_rope_pairs,
             tensor_names=family.tensor_names,
             latent=latent,
+            has_attention_gates=family.has_attention_gates,
+            value_dim=size(config, "v_head_dim") if family.has_mimo_layers else None,
+            value_scale=(
+                optional_number(config, "attention_value_scale", 1.0)
+                if family.has_mimo_layers
+                else 1.0
+            ),
+            has_value_norms=family.has_gemma4_layers,
+            has_layer_scalars=family.has_gemma4_layers,
+            per_layer_inputs=read_per_layer_inputs(config) if family.has_gemma4_layers else None,
             num_extra_layers=_num_extra_layers(config, family),
             is_text_part=text is not None,
         )
@@ -292,13 +328,19 @@ def _family_of_part(text: Mapping[str, Any]) -> str:
 def _family_of(model_type: object) -> str | None:
     """Returns the supported architecture for a `model_type`; None if there is none."""
     plain = str(model_type).replace("_", "").removesuffix("text")
-    return next((each for each in FAMILIES if each.lower() == f"{plain}forcausallm"), None)
+    name = f"{plain}forcausallm"
+    return next((each for each in FAMILIES if each.lower().replace("_", "") == name), None)
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns the config with transformers' defaults for absent keys."""
     renamed = {ours: config[own] for ours, own in family.key_names.items() if own in config}
     filled = {**family.defaults, **config, **renamed}
+    if family.has_rotary_dim and config.get("rotary_dim") is not None:
+        share = size(config, "rotary_dim") / size(filled, "head_dim")
+        filled.setdefault("partial_rotary_factor", share)
+    if family.has_mimo_layers and config.get("sliding_window_size") is not None:
+        filled["sliding_window"] = size(config, "sliding_window_size") + 1
     if config.get("rope_parameters") is None:  # Older files call the field `rope_scaling`.
         scaled = bool(config.get("rope_scaling"))
         filled["rope_parameters"] = None if scaled else family.defaults.get("rope_parameters")

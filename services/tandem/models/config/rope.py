@@ -47,10 +47,12 @@ class RopeScaling:
     longrope: each frequency is divided by a factor of its own. The factors are `short_factors` if
         the maximum context is at most the original context, else `long_factors`. cos and sin are
         multiplied by `attention_factor` (https://arxiv.org/abs/2402.13753).
+    proportional: frequencies are those of the whole head, divided by `factor`. Only the first
+        `proportion` of them is used, and the other elements are not rotated (Gemma 4).
     alpha: theta is multiplied by factor ^ (D / (D - 2)), where D is the size of a head (Hunyuan).
     """
 
-    kind: Literal["linear", "llama3", "yarn", "longrope", "alpha"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "alpha", "proportional"]
     factor: float
     original_max_position_embeddings: int = 0  # tokens
     low_freq_factor: float = 1.0
@@ -61,6 +63,7 @@ class RopeScaling:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    proportion: float = 1.0
 
     def max_model_len(self, max_position_embeddings: int) -> int:
         """Returns the model's context in tokens, given `max_position_embeddings` of config.json.
@@ -166,7 +169,10 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> R
     outside = config.get("original_max_position_embeddings")
     if outside is not None:
         parameters["original_max_position_embeddings"] = outside
-    return Rope(theta, _read_scaling(parameters, size(config, "max_position_embeddings")), partial)
+    scaling = _read_scaling(parameters, size(config, "max_position_embeddings"))
+    if scaling is not None and scaling.kind == "proportional":
+        return Rope(theta, replace(scaling, proportion=partial))
+    return Rope(theta, scaling, partial)
 
 
 def read_query_scaling(config: Mapping[str, Any]) -> QueryScaling:
@@ -209,6 +215,8 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
     factor = optional_number(parameters, "factor", max_positions / original)
     if kind == "dynamic" and parameters.get("alpha"):
         return RopeScaling(kind="alpha", factor=_number(parameters, kind, "alpha"))
+    if kind == "proportional":
+        return RopeScaling(kind="proportional", factor=optional_number(parameters, "factor", 1.0))
     if kind == "linear":
         return RopeScaling(kind="linear", factor=_number(parameters, kind, "factor"))
     if kind == "llama3":

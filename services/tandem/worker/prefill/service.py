@@ -71,7 +71,6 @@ class PrefillService:
             parts.link,
             self._leases.lent,
             parts.metrics.kv_bytes_served.inc,
-            block_bytes=parts.rates.worker.block_bytes,
         )
         # address of a consumer's connection -> delays of the messages on it
         self._transits: dict[str, Transit] = {}

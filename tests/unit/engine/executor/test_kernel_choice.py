@@ -83,6 +83,15 @@ def test_latent_attention_needs_fast_numerics(path: Path) -> None:
         choose_kernels(replace(invariant, kernels="triton"), CUDA, LATENT)
 
 
+def test_models_that_only_torch_computes(path: Path) -> None:
+    program(path, "gcc")
+    model = model_of("Gemma4ForCausalLM", num_kv_shared_layers=1, sliding_window_pattern=2)
+    for device in (CUDA, torch.device("cpu")):
+        assert choose_kernels(EngineConfig(model="m"), device, model) == "torch"
+    with pytest.raises(ConfigError, match="only the torch kernels compute layers with heads of"):
+        choose_kernels(EngineConfig(model="m", kernels="native"), torch.device("cpu"), model)
+
+
 def test_int8_kv_of_latent_attention_is_computed_by_torch(path: Path) -> None:
     program(path, "gcc")
     assert choose_kernels(EngineConfig(model="m", kv_dtype="int8"), CUDA, LATENT) == "torch"
@@ -95,6 +104,7 @@ def test_int8_kv_of_latent_attention_is_computed_by_torch(path: Path) -> None:
     ("architecture", "reason"),
     [
         ("Cohere2ForCausalLM", "LayerNorms and parallel blocks"),
+        ("Llama4ForCausalLM", "normalize queries and keys after RoPE"),
         ("HunYuanDenseV1ForCausalLM", "normalize queries and keys after RoPE"),
     ],
 )

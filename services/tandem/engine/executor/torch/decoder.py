@@ -7,7 +7,8 @@
 
 Some model families add norms after attention and the MLP, norms of q and k, layers with a window or
 without rotation, and constant factors (models/config/families.py). In other families, a layer has
-several MLPs, called experts, and a router that chooses some of them for each token.
+several MLPs, called experts, and a router that chooses some of them for each token. Layers with
+linear attention keep a state in place of keys and values (models/config/linear_attention.py).
 
 The decoder works on tensors and the KV pool. It knows neither sequences nor scheduling.
 """
@@ -23,8 +24,10 @@ from tandem.engine.executor.torch.inputs import StepInputs
 from tandem.engine.executor.torch.lora import NO_LORA, ProductName, StepLora
 from tandem.engine.executor.weights.decoder_weights import (
     LATENT_NORM_EPS,
+    DeltaWeights,
     ExpertWeights,
     LatentWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     Mlp,
@@ -33,12 +36,17 @@ from tandem.engine.executor.weights.decoder_weights import (
 from tandem.engine.executor.weights.expand import embedded, pieces
 from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
+from tandem.models.config.layers import Heads, LayerSpec
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import GateClamp, ModelConfig
 from tandem.models.config.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
+from tandem_kernels.causal_conv import causal_conv1d
 from tandem_kernels.dispatch import Angles, Attention, Kernels
 from tandem_kernels.experts import choose_experts, choose_in_groups
 from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.linear_attention import StateSpan, delta_gates
+from tandem_kernels.norm import gated_rms_norm
 from tandem_kernels.rope import (
     query_factors,
     rotary_angles,
@@ -47,6 +55,9 @@ from tandem_kernels.rope import (
     scale_longrope,
     scale_yarn,
 )
+from tandem_kernels.state_pool import Pool, StatePool
+
+_VECTOR = 16  # largest number of elements that torch computes at once, or a multiple of it
 
 
 class Decoder:
@@ -64,8 +75,10 @@ class Decoder:
         self._kernels = kernels
         self._dtype = weights.embedding.dtype
         device = weights.device
-        ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
+        dims = {layer: self._rope_dim(layer) for layer in config.layers}
+        self._frequencies = {
+            (layer.rope, dim): rope_tables(layer.rope, dim, device) for layer, dim in dims.items()
+        }
         self._places = layer_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
         # The output of the final norm for each row of the last step's logits: [rows, hidden].
@@ -74,7 +87,7 @@ class Decoder:
     def forward(
         self,
         inputs: StepInputs,
-        pools: Sequence[KvPool],
+        pools: Sequence[Pool],
         lora: StepLora,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
@@ -87,50 +100,73 @@ class Decoder:
         finished.
         """
         specs = self._config.layers
+        kv_pools = [pool for pool in pools if isinstance(pool, KvPool)]
         attentions = {
-            (group, window): self._attention(inputs.spans[group], pools[group], window)
-            for group, window in dict.fromkeys(
-                (place.group, spec.window) for spec, place in zip(specs, self._places, strict=True)
+            (group, window, is_chunked): self._attention(
+                inputs.spans[group], kv_pools[group], window, is_chunked
+            )
+            for group, window, is_chunked in dict.fromkeys(
+                (place.group, spec.window, spec.is_chunked)
+                for spec, place in zip(specs, self._places, strict=True)
+                if spec.linear is None
             )
         }
-        angles = {
-            rope: rotary_angles(inputs.positions, *tables)
-            for rope, tables in self._frequencies.items()
+        all_angles = {
+            key: rotary_angles(inputs.positions, *tables)
+            for key, tables in self._frequencies.items()
         }
-        factors = {rope: query_factors_of(rope, inputs.positions) for rope in self._frequencies}
+        factors = {rope: query_factors_of(rope, inputs.positions) for rope, _ in self._frequencies}
         x = embedded(self._weights, inputs.token_ids)
         if x.shape[1] < self._config.hidden_size:
             x = self._ranks.gather(x, self._config.hidden_size)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
+        layer_inputs = self._per_layer_inputs(inputs.token_ids, x)
         layers = zip(specs, self._places, self._weights.layers, strict=True)
         for index, (spec, place, layer) in enumerate(layers):
             normed = self._norm_hidden(x, layer.attention_norm)
             pool = pools[place.group]
-            token_rows = inputs.token_rows[place.group]
             projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
-            if layer.latent is None:
-                heads = self._heads(layer, projected, angles[spec.rope], inputs.num_tokens)
-            else:
-                heads = self._latent_heads(
-                    index, layer.latent, projected, angles[spec.rope], inputs.num_tokens, lora
-                )
-            queries, keys, values = heads
-            if (factor := factors[spec.rope]) is not None:
-                queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
-            pool.write(place.number, token_rows, keys, values)
             tell_written = on_kv_written if index + 1 == self._config.num_layers else None
+            if spec.linear is not None:
+                assert isinstance(pool, StatePool)
+                assert layer.delta is not None
+                attended = self._delta(
+                    spec.linear,
+                    layer.delta,
+                    projected,
+                    pool.matrices(place.number),
+                    pool.convs(place.number),
+                    inputs.state_spans[place.group],
+                )
+            else:
+                assert isinstance(pool, KvPool)
+                angles = all_angles[spec.rope, self._rope_dim(spec)]
+                if layer.latent is None:
+                    heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
+                else:
+                    heads = self._latent_heads(
+                        index, layer.latent, projected, angles, inputs.num_tokens, lora
+                    )
+                queries, keys, values = heads
+                if (factor := factors[spec.rope]) is not None:
+                    queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
+                if spec.kv_source is None:
+                    pool.write(place.number, inputs.token_rows[place.group], keys, values)
             if tell_written is not None and self._ranks is ALONE:
                 tell_written()
-            attend = attentions[place.group, spec.window]
-            attended = attend(place.number, queries, layer.sinks)
+            if spec.linear is None:
+                attend = attentions[place.group, spec.window, spec.is_chunked]
+                attended = attend(place.number, queries, layer.sinks)
+                attended = attended[..., : self._config.value_dim]
             if layer.latent is not None:
                 latents = attended[..., : layer.latent.values.shape[-1]]
                 attended = self._kernels.linear_of_heads(latents, layer.latent.values)
                 attended = lora.add_of_heads(index, "latent_values", attended, latents)
-            share = self._out(
-                index, "attention_out", layer.attention_out, attended.flatten(1), lora
-            )
+            attended = attended.flatten(1)
+            if layer.attention_gate is not None:
+                attended = attended * torch.sigmoid(self._project(normed, (layer.attention_gate,)))
+            share = self._out(index, "attention_out", layer.attention_out, attended, lora)
             delta = whole_of(self._ranks, self._config.hidden_size, share)
             if tell_written is not None and self._ranks is not ALONE:
                 tell_written()
@@ -145,29 +181,72 @@ class Decoder:
                 assert spec.experts is not None
                 delta = self._experts(index, spec.experts, layer.mlp, normed, lora)
             x = self._added(x, delta, layer.mlp_post_norm)
+            if layer.layer_inputs is not None and layer_inputs is not None:
+                x = x + self._layer_input(layer.layer_inputs, x, layer_inputs[:, index])
+            if layer.scalar is not None:
+                x = x * layer.scalar
         return self._logits(x, inputs.logit_rows)
 
-    def _attention(self, spans: Sequence[QuerySpan], pool: KvPool, window: int | None) -> Attention:
+    def _rope_dim(self, spec: LayerSpec) -> int:
+        """Returns the number of elements of a head that RoPE may rotate."""
+        return self._config.rope_dim if spec.heads is None else spec.heads.dim
+
+    def _per_layer_inputs(self, token_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """Returns the inputs that tokens have for each layer, [T, layers, size]: the mean of their
+        embedding for the layer and a projection of their embedding `x`, times the square root of 2.
+        Returns None if the model has no such inputs."""
+        weights, sizes = self._weights.per_layer, self._config.per_layer_inputs
+        if weights is None or sizes is None:
+            return None
+        shape = (len(x), self._config.num_layers, sizes.size)
+        scale = torch.tensor(sizes.size**0.5, dtype=x.dtype, device=x.device)
+        embedded = (weights.embedding[token_ids] * scale).view(shape)
+        projected = self._project(x, (weights.projection,)) * self._config.hidden_size**-0.5
+        return (self._norm(projected.view(shape), weights.norm) + embedded) * 2**-0.5
+
+    def _layer_input(
+        self, weights: LayerInputWeights, x: torch.Tensor, inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns what a layer adds to its output `x` from the tokens' `inputs` for this layer."""
+        gate = self._project(x, (weights.gate,))
+        gated = gelu(gate, approximate="tanh") if self._config.activation != "silu" else silu(gate)
+        return self._norm(self._project(gated * inputs, (weights.projection,)), weights.norm)
+
+    def _attention(
+        self, spans: Sequence[QuerySpan], pool: KvPool, window: int | None, is_chunked: bool
+    ) -> Attention:
         return self._kernels.attention(
             spans,
             pool,
             self._config.num_attention_heads,
             self._dtype,
-            window,
+            None if is_chunked else window,
             self._config.attention_scale,
             self._config.attention_cap,
+            window if is_chunked else None,
         )
 
     def _heads(
-        self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
+        self,
+        layer: LayerWeights,
+        spec: LayerSpec,
+        projected: torch.Tensor,
+        angles: Angles,
+        num_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Splits `projected`, which has q, k and v side by side, into heads and rotates the queries
         and keys. Returns queries [rows, heads, D], keys [num_tokens, kv heads, D], and values of
-        the same shape as the keys."""
+        the same shape as the keys. A layer that reads the KV of an earlier layer has no keys and
+        values of its own: [0, heads, D]."""
         num_heads = self._config.num_attention_heads
-        num_kv_heads = self._config.num_kv_heads
+        own = self._config.heads_of(spec)
+        num_kv_heads = own.num_kv
         norms_rotated = self._config.norms_rotated_heads
-        heads = projected.view(projected.shape[0], -1, self._config.head_dim)
+        projected = self._with_padded_values(projected, own)
+        heads = projected.view(projected.shape[0], -1, own.dim)
+        if spec.kv_source is not None:
+            queries = self._kernels.rotate(self._norm(heads, layer.q_norm), angles)
+            return queries, heads[:0], heads[:0]
         if layer.q_norm is not None and layer.k_norm is not None and norms_rotated:
             rotated = self._kernels.rotate(heads[:, :-num_kv_heads], angles)
             queries = self._norm(rotated[:, :num_heads], layer.q_norm)
@@ -180,7 +259,22 @@ class Decoder:
         else:
             rotated = self._kernels.rotate(heads[:, :-num_kv_heads], angles)
         tokens = slice(0, num_tokens)
-        return rotated[:, :num_heads], rotated[tokens, num_heads:], heads[tokens, -num_kv_heads:]
+        values = heads[tokens, -num_kv_heads:]
+        if self._config.has_value_norms:
+            values = self._norm(values, values.new_ones(own.dim))
+        return rotated[:, :num_heads], rotated[tokens, num_heads:], values
+
+    def _with_padded_values(self, projected: torch.Tensor, heads: Heads) -> torch.Tensor:
+        """Returns q, k and v side by side, in which values have the size of keys. Smaller values
+        are padded with zeros, and multiplied by the model's factor."""
+        if self._config.value_dim is None:
+            return projected
+        num_values = heads.num_kv * self._config.value_dim
+        others = projected[:, :-num_values]
+        values = projected[:, -num_values:].view(len(projected), heads.num_kv, -1)
+        padding = (0, heads.dim - self._config.value_dim)
+        padded = torch.nn.functional.pad(values * self._config.value_scale, padding)
+        return torch.cat((others, padded.flatten(1)), 1)
 
     def _latent_heads(
         self,
@@ -214,6 +308,44 @@ class Decoder:
         normed = self._kernels.rms_norm(token, weights.kv_norm, LATENT_NORM_EPS)
         stored = torch.cat((normed, rotated[:, -1]), 1)[:num_tokens].unsqueeze(1)
         return torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored
+
+    def _delta(
+        self,
+        sizes: GatedDelta,
+        weights: DeltaWeights,
+        projected: torch.Tensor,
+        states: torch.Tensor,
+        conv_states: torch.Tensor,
+        spans: Sequence[StateSpan],
+    ) -> torch.Tensor:
+        """Computes a Gated DeltaNet layer up to its output matrix. `projected` has the channels of
+        the convolution, the output gates z, and b and a side by side. Updates the states of the
+        spans. Returns [rows, value heads, value dim]."""
+        num_heads = sizes.num_value_heads
+        channels, z, b, a = torch.split(
+            projected, [sizes.num_channels, num_heads * sizes.value_dim, num_heads, num_heads], 1
+        )
+        q, k, v = (
+            causal_conv1d(x, taps, None, inputs, spans, silu)
+            for x, taps, inputs in zip(
+                torch.split(channels, sizes.sections, 1),
+                torch.split(weights.conv, sizes.sections),
+                torch.split(conv_states, [num // num_heads for num in sizes.sections], -1),
+                strict=True,
+            )
+        )
+        log_decay, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
+        out = self._kernels.gated_delta_rule(
+            q.view(len(q), -1, sizes.key_dim),
+            k.view(len(k), -1, sizes.key_dim),
+            v.view(len(v), -1, sizes.value_dim),
+            log_decay,
+            beta,
+            states,
+            spans,
+        )
+        gates = z.view(len(z), num_heads, -1)
+        return gated_rms_norm(out, gates, weights.norm, self._config.rms_norm_eps)
 
     def _out(
         self, index: int, product: ProductName, matrix: Linear, x: torch.Tensor, lora: StepLora
@@ -262,6 +394,10 @@ class Decoder:
         num_out = len(weights.mlps[0].down.weight)
         out = torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
+        if shared is not None and weights.shared_gate is not None:
+            # The bits of sigmoid depend on the place in a vector, so a row takes a whole one.
+            gates = self._project(x, (weights.shared_gate,)).repeat(1, _VECTOR)
+            shared = shared * torch.sigmoid(gates)[:, :1]
         if shared is not None and not share.splits_experts:
             out += shared
         first = share.of(experts.num).start if share.splits_experts else 0
@@ -269,10 +405,15 @@ class Decoder:
             rows, places = torch.where(chosen == expert)
             if not len(rows):
                 continue
-            padded = torch.nn.functional.pad(rows, (0, -len(rows) % self._kernels.row_multiple))
-            part = self._mlp(index, mlp, x[padded], NO_LORA, is_whole=share.splits_experts)
-            weighted = part[: len(rows)].float() * shares[rows, places].unsqueeze(1)
-            out.index_add_(0, rows, weighted)
+            num_padding = -len(rows) % self._kernels.row_multiple
+            padded = torch.nn.functional.pad(rows, (0, num_padding))
+            own = shares[rows, places].unsqueeze(1)
+            inputs = x[padded]
+            if experts.weighs_inputs:
+                inputs[: len(rows)] *= own.to(x.dtype)
+            part = self._mlp(index, mlp, inputs, NO_LORA, is_whole=share.splits_experts)
+            part = part[: len(rows)].float()
+            out.index_add_(0, rows, part if experts.weighs_inputs else part * own)
         if not share.splits_experts:
             return whole_of(self._ranks, width, out.to(x.dtype))
         whole = self._ranks.sum(out.to(x.dtype))
@@ -428,6 +569,9 @@ def _rotary_frequencies(rope: Rope, rotary_dim: int) -> torch.Tensor:
         grown = scaling.factor ** (rotary_dim / (rotary_dim - 2))
         return rotary_frequencies(rotary_dim, rope.theta * grown)
     frequencies = rotary_frequencies(rotary_dim, rope.theta)
+    if scaling is not None and scaling.kind == "proportional":
+        frequencies[int(scaling.proportion * rotary_dim // 2) :] = 0.0
+        return frequencies / scaling.factor
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":

@@ -103,7 +103,7 @@ def make_layers(
     """Converts an adapter's tensors to the compute dtype and moves them to the device."""
     names = _names(config)
     widths = _widths(config)
-    orders = [rotary_rows(config, spec.rope) for spec in config.layers]
+    orders = [rotary_rows(config, spec) for spec in config.layers]
     rotated = _rotated_rows(config)
 
     def factors(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tandem.models.config.latent import Latent
+from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
 from tandem.models.config.rope import Rope
 
@@ -34,22 +35,23 @@ def head_rows(config: ModelConfig, rope: Rope) -> torch.Tensor | None:
     return torch.cat([torch.cat(parts) for parts in zip(halves, unrotated, strict=True)])
 
 
-def rotary_rows(config: ModelConfig, rope: Rope) -> dict[str, torch.Tensor]:
+def rotary_rows(config: ModelConfig, spec: LayerSpec) -> dict[str, torch.Tensor]:
     """Returns the order in which the kernels expect the rows of the matrices q, k and v, and of one
     matrix with the rows of all three. Item i of an order is the number of the checkpoint's row that
     becomes row i. A matrix is left out if the kernels expect the checkpoint's order."""
-    if (of_head := head_rows(config, rope)) is None:
+    if (of_head := head_rows(config, spec.rope)) is None:
         return {}
+    num_kv_heads = config.heads_of(spec).num_kv
 
     def of_heads(num_heads: int) -> torch.Tensor:
         return (torch.arange(num_heads).unsqueeze(1) * config.head_dim + of_head).flatten()
 
-    rotated = of_heads(config.num_attention_heads + config.num_kv_heads)
-    num_values = config.num_kv_heads * config.head_dim
+    rotated = of_heads(config.num_attention_heads + num_kv_heads)
+    num_values = num_kv_heads * (config.value_dim or config.head_dim)
     return {
         "self_attn.qkv_proj": torch.cat((rotated, len(rotated) + torch.arange(num_values))),
         "self_attn.q_proj": of_heads(config.num_attention_heads),
-        "self_attn.k_proj": of_heads(config.num_kv_heads),
+        "self_attn.k_proj": of_heads(num_kv_heads),
     }
 
 
