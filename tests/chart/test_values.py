@@ -58,7 +58,14 @@ CHART_SETS = {
     },
 }
 # For tests and measurements, or, as cores, not an operator's choice inside a container.
-CHART_LEAVES = {"cores", "transfer-delay", "transfer-bandwidth", "overlap", "ranks-share-gpu"}
+CHART_LEAVES = {
+    "cores",
+    "transfer-delay",
+    "transfer-bandwidth",
+    "overlap",
+    "ranks-share-gpu",
+    "ranks-own-pools",
+}
 ALL = [{}, *map(values_of, EXAMPLES)]
 GATEWAY = next(e for e in EXAMPLES if e.stem == "gateway")
 

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.engine.cache.layout.block_layout import BlockLayout, num_blocks_of
 from tandem.engine.cache.layout.block_spans import BlockSpans
+from tandem.engine.cache.layout.rank_heads import RankHeads
 from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.errors import ConfigError
 from tandem.models.config.layers import LayerSpec
@@ -113,6 +114,22 @@ class KvLayout:
         """Returns the layout of a model whose layers form one group without a window."""
         return cls((KvGroup(tuple(range(layout.num_layers)), None, layout),))
 
+    def of_rank(self, num_ranks: int) -> KvLayout:
+        """Returns the layout of one rank's pools, if `num_ranks` ranks have a pool each with some
+        of the heads. Raises Incompatible if the heads cannot be divided among the ranks."""
+        return KvLayout(
+            tuple(
+                replace(
+                    group,
+                    layout=replace(
+                        group.layout,
+                        num_kv_heads=RankHeads(group.layout.num_kv_heads, num_ranks).per_rank,
+                    ),
+                )
+                for group in self.groups
+            )
+        )
+
     def under(self, budget: KvBudget) -> KvLayout:
         """Returns the layout for a sequence with a KV budget: a group without a window gets the
         window that the budget allows."""
@@ -128,6 +145,11 @@ class KvLayout:
     def block_size(self) -> int:
         """Tokens in a block; the same in all groups."""
         return self.groups[0].layout.block_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads in a block of the first group. State groups have another number of heads."""
+        return self.groups[0].layout.num_kv_heads
 
     @property
     def has_windows(self) -> bool:

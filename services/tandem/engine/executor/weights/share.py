@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from tandem.engine.cache.layout.rank_heads import RankHeads
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
     LatentWeights,
@@ -60,8 +61,7 @@ class Share(NamedTuple):
     def kv_heads(self, num: int) -> range:
         """Returns this rank's heads of a model with `num` KV heads. If there are fewer heads than
         ranks, it is one head, which other ranks have, too."""
-        first = num * self.rank // self.num_ranks
-        return range(first, first + max(1, num // self.num_ranks))
+        return RankHeads(num, self.num_ranks).of(self.rank)
 
     def config(self, model: ModelConfig) -> ModelConfig:
         """Returns the config of a model with only this rank's heads."""
