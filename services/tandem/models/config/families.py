@@ -701,6 +701,7 @@ FAMILIES: Mapping[str, Family] = {
             ".feed_forward.shared_expert.": ".mlp.shared_experts.",
             ".feed_forward.": ".mlp.",
         },
+        demands={"norm_topk_prob": (False,)},
         defaults={
             "attention_chunk_size": 8192,
             "attn_scale": 0.1,
