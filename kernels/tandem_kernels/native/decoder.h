@@ -286,6 +286,7 @@ struct Entry {
     void (*measure)(const float* logits, int vocab, const Measure&, int num_threads);
     void (*convolve)(const Convolution&, const Team&);
     void (*scan_states)(const StateScan&, const Team&);
+    void (*norm_gated)(const GatedNorm&, const Team&);
 };
 
 #if defined(__x86_64__)
