@@ -41,21 +41,20 @@ inline void convolve_sections(const Delta& delta, float* states, const KvGroup& 
                     {delta.v_taps, 2 * num_keys, num_values}};
     for (const auto& section : sections) {
         float* const x = rows.projected + section.first;
-        const Convolution convolution{x,
-                                      x,
-                                      static_cast<int64_t>(width),
-                                      section.taps,
-                                      nullptr,
-                                      states + section.first / delta.num_v_heads,
-                                      group.block_bytes / 4,
-                                      group.head_bytes / 4,
-                                      channels,
-                                      section.num,
-                                      section.num / delta.num_v_heads,
-                                      delta.num_taps,
-                                      true,
-                                      rows.state_spans,
-                                      rows.num_state_spans};
+        Convolution convolution{};
+        convolution.x = convolution.y = x;
+        convolution.row_stride = static_cast<int64_t>(width);
+        convolution.taps = section.taps;
+        convolution.states = states + section.first / delta.num_v_heads;
+        convolution.slot_stride = group.block_bytes / 4;
+        convolution.group_stride = group.head_bytes / 4;
+        convolution.tap_stride = channels;
+        convolution.num_channels = section.num;
+        convolution.group_size = section.num / delta.num_v_heads;
+        convolution.num_taps = delta.num_taps;
+        convolution.has_silu = true;
+        convolution.spans = rows.state_spans;
+        convolution.num_spans = rows.num_state_spans;
         convolve(convolution, team);
     }
 }
@@ -77,28 +76,27 @@ inline void place_delta(const Model& model, const Step& step, int index, const R
     float* const v = rows.projected + 2 * num_keys;
     const float* const z = v + num_heads * dim;
     const float *const b = z + num_heads * dim, *const a = b + num_heads;
-    const StateScan scan{{rows.projected, stride, delta.key_dim},
-                         {rows.projected + num_keys, stride, delta.key_dim},
-                         {v, stride, dim},
-                         {a, stride, 1},
-                         {b, stride, 1},
-                         delta.a_log,
-                         delta.dt_bias,
-                         nullptr,
-                         0.0f,
-                         0.0f,
-                         v,
-                         stride,
-                         matrices,
-                         group.block_bytes / 4,
-                         group.head_bytes / 4,
-                         delta.num_k_heads,
-                         num_heads,
-                         delta.key_dim,
-                         dim,
-                         true,
-                         rows.state_spans,
-                         rows.num_state_spans};
+    StateScan scan{};
+    scan.q = {rows.projected, stride, delta.key_dim};
+    scan.k = {rows.projected + num_keys, stride, delta.key_dim};
+    scan.v = {v, stride, dim};
+    scan.v_group_stride = static_cast<int64_t>(num_heads / delta.num_k_heads) * dim;
+    scan.a = {a, stride, 1};
+    scan.b = {b, stride, 1};
+    scan.a_log = delta.a_log;
+    scan.dt_bias = delta.dt_bias;
+    scan.y = v;
+    scan.y_stride = stride;
+    scan.states = matrices;
+    scan.slot_stride = group.block_bytes / 4;
+    scan.head_stride = group.head_bytes / 4;
+    scan.num_k_heads = delta.num_k_heads;
+    scan.num_v_heads = num_heads;
+    scan.key_dim = delta.key_dim;
+    scan.value_dim = dim;
+    scan.is_delta = true;
+    scan.spans = rows.state_spans;
+    scan.num_spans = rows.num_state_spans;
     scan_states(scan, team);
     const Inputs out = inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
     team.each(step.num_rows, [&](int row) {
