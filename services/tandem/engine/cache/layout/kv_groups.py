@@ -117,13 +117,16 @@ class KvLayout:
     def of_rank(self, num_ranks: int) -> KvLayout:
         """Returns the layout of one rank's pools, if `num_ranks` ranks have a pool each with some
         of the heads. Raises Incompatible if the heads cannot be divided among the ranks."""
-        per_rank = [
-            RankHeads(group.layout.num_kv_heads, num_ranks).per_rank for group in self.groups
-        ]
         return KvLayout(
             tuple(
-                replace(group, layout=replace(group.layout, num_kv_heads=num_heads))
-                for group, num_heads in zip(self.groups, per_rank, strict=True)
+                replace(
+                    group,
+                    layout=replace(
+                        group.layout,
+                        num_kv_heads=RankHeads(group.layout.num_kv_heads, num_ranks).per_rank,
+                    ),
+                )
+                for group in self.groups
             )
         )
 
@@ -145,8 +148,8 @@ class KvLayout:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads in a block of the first group. Other groups may have another number only if one
-        rank has all heads."""
+        """KV heads in a block of the first group. Other groups may have another number: state groups,
+        and groups with windows if one rank has all heads."""
         return self.groups[0].layout.num_kv_heads
 
     @property
