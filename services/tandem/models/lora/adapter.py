@@ -121,6 +121,11 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
     Raises ConfigError naming a file that is missing or cannot be read, and UnsupportedModel naming
     the field or tensor that is not supported and the allowed values.
     """
+    if model.implementation == "transformers":
+        raise ConfigError(
+            f"{model.architecture} is computed through transformers, which does not support LoRA "
+            "adapters here"
+        )
     folder = Path(path).expanduser()
     file = folder / CONFIG_FILE
     if not file.is_file():

@@ -108,7 +108,11 @@ class EngineProcess:
         Adds the duration of each phase to `load_ms`.
         """
         started = time.perf_counter()
-        folder = resolve(settings.engine.model, revision=settings.engine.model_revision)
+        folder = resolve(
+            settings.engine.model,
+            revision=settings.engine.model_revision,
+            model_impl=settings.engine.model_impl,
+        )
         load_ms["resolve"] = _ms_since(started)
         if why := settings.engine.why_no_transfers(choose_device(settings.engine).type):
             raise ConfigError(why)
