@@ -54,8 +54,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4TextConfig",
         {
             **_GROUPED,
-            "head_dim": 16, "attention_chunk_size": 32, "intermediate_size_mlp": 96,
-            "num_local_experts": 2, "num_experts_per_tok": 1,
+            "head_dim": 16,
+            "attention_chunk_size": 32,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
             "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
         },
     ),

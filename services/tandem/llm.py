@@ -87,6 +87,7 @@ _CLOSE_MAX_S = 30.0
 # vLLM's name of an engine option -> Tandem's name
 _VLLM_OPTIONS = {
     "revision": "model_revision",
+    "model_impl": "model_impl",
     "kv_cache_dtype": "kv_dtype",
     "kv_cache_memory_bytes": "kv_bytes_max",
     "num_gpu_blocks_override": "num_blocks",

@@ -6,6 +6,7 @@ from inspect import signature
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as library_logging
 
 from tandem.engine.executor.weights.load import OnProgress
@@ -27,7 +28,8 @@ def load_model(
     cannot be read.
     """
     name = folder.config.architecture
-    model_class = getattr(transformers, name)
+    config = read_hf_config(read_json(folder.path / "config.json"))
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     check_class(model_class)
     log.warning(
         "%s is computed by the transformers library with torch attention, which is several times "
@@ -39,7 +41,7 @@ def load_model(
     try:
         model, found = model_class.from_pretrained(
             folder.weight_files[0].parent,
-            config=read_hf_config(read_json(folder.path / "config.json")),
+            config=config,
             dtype=dtype,
             attn_implementation="eager",
             use_safetensors=True,
