@@ -116,7 +116,7 @@ def compile_objects(sets: Sequence[str]) -> list[Path]:
         made = threads.map(
             # The kernels of instruction sets come first, because they take longest to compile.
             lambda name: _object(name, sets, compiler, identity.hexdigest(), folder),
-            (*sets, *_COMMON),
+            (*sets, *(f"state_{name}" for name in sets), *_COMMON),
         )
         objects = list(made)
     _forget_old(folder, objects)

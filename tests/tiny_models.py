@@ -8,26 +8,62 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -37,6 +73,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -82,6 +120,13 @@ _DEEPSEEK = {
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+    "first_k_dense_replace": 1,
+}
+_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+_EXPERTS = {
     "n_routed_experts": 12,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 44,
@@ -262,6 +307,235 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             },
         },
     ),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        Olmo3Config,
+        {
+            "attention_bias": True,
+            "sliding_window": 40,
+            "layer_types": _WINDOWS,
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+            **_NO_PAD,
+        },
+    ),
+    "glm": (GlmForCausalLM, GlmConfig, {"head_dim": 32, **_NO_PAD}),
+    "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 32, "tie_word_embeddings": True, **_NO_PAD}),
+    "glm4-moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig,
+        _EXPERTS
+        | {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "glm4-moe-lite": (
+        Glm4MoeLiteForCausalLM,
+        Glm4MoeLiteConfig,
+        _DEEPSEEK
+        | {
+            "q_lora_rank": 28,
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            **_NO_PAD,
+        },
+    ),
+    "minimax-m2": (
+        MiniMaxM2ForCausalLM,
+        MiniMaxM2Config,
+        {
+            "num_local_experts": 12,
+            "num_experts_per_tok": 3,
+            "head_dim": 32,
+            "rotary_dim": 16,
+            **_NO_PAD,
+        },
+    ),
+    "seed-oss": (
+        SeedOssForCausalLM,
+        SeedOssConfig,
+        {"head_dim": 32, "attention_out_bias": True, "mlp_bias": True, **_NO_PAD},
+    ),
+    "exaone4": (
+        Exaone4ForCausalLM,
+        Exaone4Config,
+        {
+            "sliding_window": 40,
+            "layer_types": _WINDOWS,
+            "rope_parameters": _LLAMA3,
+            **_NO_PAD,
+        },
+    ),
+    "ernie4.5": (
+        Ernie4_5ForCausalLM,
+        Ernie4_5Config,
+        {"head_dim": 32, "use_bias": True, **_NO_PAD},
+    ),
+    "ernie4.5-moe": (
+        Ernie4_5_MoeForCausalLM,
+        Ernie4_5_MoeConfig,
+        {
+            "moe_num_experts": 12,
+            "moe_k": 7,
+            "moe_intermediate_size": 44,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 1,
+            "moe_num_shared_experts": 2,
+            **_NO_PAD,
+        },
+    ),
+    "hy-v3": (
+        HYV3ForCausalLM,
+        HYV3Config,
+        {
+            "head_dim": 32,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "num_shared_experts": 2,
+            "attention_bias": True,
+            "mlp_bias": False,
+        },
+    ),
+    "cohere2": (
+        Cohere2ForCausalLM,
+        Cohere2Config,
+        {
+            "attention_bias": True,
+            "sliding_window": 40,
+            "layer_types": _WINDOWS,
+            "logit_scale": 0.3,
+            "layer_norm_eps": 1e-3,
+            **_NO_PAD,
+        },
+    ),
+    "ministral3": (
+        Ministral3ForCausalLM,
+        Ministral3Config,
+        {
+            "head_dim": 32,
+            "rope_parameters": _YARN
+            | {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.4},
+            **_NO_PAD,
+        },
+    ),
+    "mistral4": (
+        Mistral4ForCausalLM,
+        Mistral4Config,
+        _DEEPSEEK
+        | {
+            "q_lora_rank": 28,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+            **_NO_PAD,
+        },
+    ),
+    "hunyuan": (
+        HunYuanDenseV1ForCausalLM,
+        HunYuanDenseV1Config,
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0}
+            | {"alpha": 50.0, "factor": 1.0},
+            **_NO_PAD,
+        },
+    ),
+    "hunyuan-moe": (
+        HunYuanMoEV1ForCausalLM,
+        HunYuanMoEV1Config,
+        {"head_dim": 32, "num_experts": 6, "moe_topk": [3, 3, 3], **_NO_PAD},
+    ),
+    "llama4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "intermediate_size": 44,
+            "intermediate_size_mlp": 60,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2, 3],
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": 40,
+            "floor_scale": 32,
+            "attn_scale": 0.4,
+            "attention_bias": True,
+            **_NO_PAD,
+        },
+    ),
+    "gemma4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "sliding_window": 40,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "final_logit_softcapping": 3.0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 203,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "global_head_dim": 32,
+            **_NO_PAD,
+        },
+    ),
+    "gemma4-keys": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {
+            "head_dim": 16,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 32,
+            **_NO_PAD,
+        },
+    ),
+    "mimo-v2": (
+        MiMoV2FlashForCausalLM,
+        MiMoV2FlashConfig,
+        {
+            "head_dim": 32,
+            "v_head_dim": 24,
+            "num_key_value_heads": 1,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "sliding_window": 40,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attention_bias": True,
+            "routed_scaling_factor": 0.5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 50000.0}
+                | {"partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}
+                | {"partial_rotary_factor": 0.25},
+            },
+            "attn_implementation": "eager",
+            **_NO_PAD,
+        },
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 
@@ -285,8 +559,8 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn_like(buffer) * 0.2)
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                buffer.copy_(torch.randn_like(buffer) * 0.2 + name.endswith("layer_scalar"))
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text(character_tokenizer().to_str())
     return read_folder(path), model

@@ -82,6 +82,7 @@ class ToyRunner:
     dtype_name = "float32"
     numerics_name = "fast"
     kernels_name = "toy"
+    num_pools = 1
     kv_dtype_name = "float32"
     tokens_per_step = 512
     why_no_budgets = "the toy sees all tokens"

@@ -1,7 +1,5 @@
-"""Tiny random models of architectures that Tandem's own decoders lack.
-
-transformers is imported here and computes them, also in workers (`--model-impl transformers`).
-"""
+"""Tiny random models that the transformers library computes, also in workers (`--model-impl
+transformers`). Tandem's own decoders have some of them, too."""
 
 from __future__ import annotations
 

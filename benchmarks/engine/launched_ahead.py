@@ -85,6 +85,7 @@ class DeviceRunner:
     dtype_name = kv_dtype_name = "bfloat16"
     numerics_name = "fast"
     kernels_name = "stand-in"
+    num_pools = 1
     why_no_budgets = ""
     vocab_size = 128_000
     max_model_len = 8192

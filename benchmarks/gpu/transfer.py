@@ -39,6 +39,7 @@ from tandem.transfer.cuda_ipc.cuda import CudaIpcDevice
 from tandem.transfer.reads.messages import (
     LocalPool,
     PeerConnected,
+    PeerRank,
     ProducerReady,
     Pull,
     RemotePool,
@@ -172,7 +173,7 @@ def measure_reads(
     """Returns the times of reads and copies of as many bytes, and calls `on_row` with each."""
     side = Side("bench-reader", transport, device, device.rows[-1])
     with producer(transport, stand_in=not device.is_cuda) as (metadata, remote):
-        side.thread.connect("source", metadata, remote, transport)
+        side.thread.connect("source", [PeerRank(metadata, remote)], transport)
         connected = side.event()
         assert isinstance(connected, PeerConnected)
         assert not connected.error, connected.error

@@ -16,7 +16,13 @@ import torch
 
 from benchmarks.gpu.transfer import DEADLINE_S, Device, Side, offer, read_offer
 from benchmarks.gpu_day.parts import add_row
-from tandem.transfer.reads.messages import PeerConnected, Pull, Settled, TransferEvent
+from tandem.transfer.reads.messages import (
+    PeerConnected,
+    PeerRank,
+    Pull,
+    Settled,
+    TransferEvent,
+)
 
 _SHARE = 0.6  # of the GPU's memory
 _KILLS = 10
@@ -45,7 +51,7 @@ def run(*, stand_in: bool) -> None:
         started_s.append(time.monotonic() - started)
         metadata, remote = read_offer(line)
         peer_id = f"killed-{number}"
-        reader.thread.connect(peer_id, metadata, remote, "cuda_ipc")
+        reader.thread.connect(peer_id, [PeerRank(metadata, remote)], "cuda_ipc")
         connected = _wait(reader, PeerConnected)
         assert isinstance(connected, PeerConnected)
         assert not connected.error, connected.error

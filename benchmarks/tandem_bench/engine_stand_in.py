@@ -40,6 +40,7 @@ class PoolOnly:
     dtype_name: str = "bfloat16"
     numerics_name: str = "fast"
     kernels_name: str = "none"
+    num_pools: int = 1
     kv_dtype_name: str = "bfloat16"
 
 

@@ -33,6 +33,7 @@ from tandem.transfer.reads.agent import ReadState
 from tandem.transfer.reads.messages import (
     LocalPool,
     PeerConnected,
+    PeerRank,
     Pull,
     RemotePool,
     Settled,
@@ -85,7 +86,10 @@ class NixlBench:
         self._raw_peer = self._raw.add_peer(metadata)
         self._raw_lists = [
             self._raw.list_blocks(peer, blocks)
-            for peer, blocks in ((self._raw_peer, self._remote), (None, pool.remote()))
+            for peer, blocks in (
+                (self._raw_peer, self._remote.blocks()),
+                (None, pool.remote().blocks()),
+            )
         ]
 
     async def row(self, num_blocks: int, repeats: int) -> dict[str, dict[str, float]]:
@@ -170,7 +174,7 @@ class NixlBench:
         return msgspec.msgpack.decode(base64.b64decode(line), type=tuple[bytes, RemotePool])
 
     def _connect(self, metadata: bytes) -> None:
-        self._thread.connect(_PEER, metadata, self._remote)
+        self._thread.connect(_PEER, [PeerRank(metadata, self._remote)])
         event = self._events.get(timeout=_DEADLINE_S)
         assert isinstance(event, PeerConnected)
         if event.error:

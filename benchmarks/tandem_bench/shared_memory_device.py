@@ -134,8 +134,8 @@ class SharedMemoryDevice:
                 pairs = zip(copy.source_ids.tolist(), copy.target_ids.tolist(), strict=True)
                 for source, target in pairs:
                     ctypes.memmove(
-                        copy.target + target * copy.block_bytes,
-                        copy.source + source * copy.block_bytes,
-                        copy.block_bytes,
+                        copy.target + target * copy.target_stride,
+                        copy.source + source * copy.source_stride,
+                        copy.num_bytes,
                     )
             event.is_done.set()

@@ -18,7 +18,7 @@ from tests.unit.models.gguf.test_families import files_of
 
 PAGE = Path(__file__).with_suffix(".md")
 _HAS = "family", "attention", "positions", "norms", "biases", "MLP", "factors", "GGUF"
-_SHOWN = "family", "checkpoints", "on Triton", "GGUF files"
+_SHOWN = "family", "checkpoints", "on Triton", "GGUF files", "refused"
 
 
 def page() -> str:
@@ -34,11 +34,22 @@ def _has(name: str, family: Family) -> tuple[str, ...]:
         _attention(family),
         _positions(family),
         _norms(family),
-        {"config": "by `attention_bias`", "qkv": "q, k, v", "none": "none"}[family.biases],
+        _biases(family),
         _mlp(family),
         _factors(family),
         ", ".join(f"`{each}`" for each in _gguf_names(name)),
     )
+
+
+def _biases(family: Family) -> str:
+    key = family.key_names.get("attention_bias", "attention_bias")
+    return {
+        "config": f"by `{key}`",
+        "config_qkv": f"q, k, v by `{key}`",
+        "config_apart": f"q, k, v by `{key}`, output by `attention_out_bias`",
+        "qkv": "q, k, v",
+        "none": "none",
+    }[family.biases]
 
 
 def _attention(family: Family) -> str:
@@ -47,9 +58,16 @@ def _attention(family: Family) -> str:
         "all": "a window in all layers, or full",
         "switched": "full, or with `use_sliding_window` a window in all layers",
         "chosen": "full, or with `use_sliding_window` a window in some layers",
+        "chunked": "in chunks, but for layers without positions",
         "pattern": f"a window, but for the last of each {family.pattern} layers",
     }
     words = ["latent" if family.is_latent else parts[family.windows]]
+    if family.has_gemma4_layers:
+        words.append(
+            "other heads in layers without a window; KV of earlier layers in the last ones"
+        )
+    if family.has_mimo_layers:
+        words.append("the first has none; twice as many KV heads in layers with a window")
     if family.has_sinks:
         words.append("sinks")
     if family.has_caps and "attn_logit_softcapping" not in family.refuses:
@@ -60,36 +78,67 @@ def _attention(family: Family) -> str:
 def _positions(family: Family) -> str:
     if family.is_latent:
         return "in a key that all heads share"
-    if family.has_partial_rope:
-        return "in all or a part of each head; longrope"
+    words = ["in all layers"]
+    if family.has_no_rope_layers:
+        words = ["none in some layers"]
+    if family.rope_in_windows:
+        words = ["in layers with a window"]
+    if family.rope_in_windows == "or_all":
+        words = ["in layers with a window, or in all if there are none"]
     if family.has_rope_by_kind:
-        return "others in layers with a window"
-    return "none in some layers" if family.has_no_rope_layers else "in all layers"
+        words = ["others in layers with a window"]
+    if family.has_partial_rope:
+        words[0] += ", in all or a part of each head"
+    if family.has_rope_pairs:
+        words.append("neighbouring elements are rotated together")
+    if family.scalings != Family().scalings:
+        words.append(f"scaled by {', '.join(family.scalings)}")
+    return "; ".join(words)
 
 
 def _norms(family: Family) -> str:
-    where = {"before": "before", "after": "after", "around": "before and after"}[family.norms]
+    where = "before and after" if family.norms.startswith("around") else family.norms
+    if family.norms == "parallel":
+        where = "before attention and the MLP, which are side by side"
+    if family.centers_norms:
+        where += ", LayerNorm"
     weights = f", with {family.norm_offset:g} + w" if family.norm_offset else ""
-    of_heads = {"": "", "head": "; of each head of q and k", "all": "; of all of q, of all of k"}
+    of_heads = {
+        "": "",
+        "head": "; of each head of q and k",
+        "all": "; of all of q, of all of k",
+        "rotated": "; of each head of q and k after RoPE",
+        "rotated_plain": "; of each head of q and k after RoPE, without weights",
+    }
     latents = "; of latents" if family.is_latent else ""
+    latents += "; of values, without weights" if family.has_gemma4_layers else ""
     return where + weights + of_heads[family.qk_norm] + latents
 
 
 def _mlp(family: Family) -> str:
-    experts = {
-        "": "dense",
-        "mixtral": "experts",
-        "qwen": "experts, dense in some layers",
-        "gpt_oss": "experts with biases, also in MXFP4",
-        "deepseek": "dense, then experts beside a shared MLP",
+    layers = {
+        "all": "experts",
+        "steps": "experts, dense in some layers",
+        "from": "dense, then experts",
+        "types": "experts in the layers of `mlp_layer_types`",
+        "range": "experts in some layers",
+        "listed": "experts in some layers",
     }
-    words = [experts[family.experts]]
+    words = [layers[family.expert_layers] if family.experts else "dense"]
+    if "n_shared_experts" in family.defaults:
+        words[0] += " beside a shared MLP"
+    if family.experts == "gpt_oss":
+        words[0] += " with biases, also in MXFP4"
     if family.is_corrected:
-        words.append("chosen by sigmoids with a correction")
+        scores = "sigmoids" if family.has_sigmoids else "softmaxes"
+        words.append(f"chosen by {scores} with a correction")
+    if family.weighs_inputs:
+        words.append("weights multiply their inputs")
     if family.has_clamped_gates:
         words.append("clamped gates")
-    if family.is_fused:
-        words.append("stored as one matrix, and so are q, k, v")
+    if family.fused:
+        others = ", and so are q, k, v" if family.fused == "all" else ""
+        words.append(f"stored as one matrix{others}")
     if family.defaults.get("hidden_activation") == "gelu_pytorch_tanh":
         words.append("GELU")
     return "; ".join(words)
@@ -100,7 +149,13 @@ def _factors(family: Family) -> str:
         "": [],
         "granite": ["of embeddings, scores, residuals and logits"],
         "gemma": ["of embeddings and scores"],
+        "cohere": ["of logits"],
     }
+    scaled = {"all": "all layers", "no_rope": "layers without positions"}
+    if family.query_scaling:
+        factors[""] = [f"of queries, by position, in {scaled[family.query_scaling]}"]
+    if family.has_gemma4_layers:
+        factors["gemma"] = ["of embeddings and layers", "embeddings for each layer"]
     words = [*factors[family.multipliers], *(["capped logits"] if family.has_caps else [])]
     return "; ".join(words)
 
@@ -120,7 +175,17 @@ def _shown(name: str) -> tuple[str, ...]:
     on_triton = [
         each if each in KINDS else f"({each})" for each in tiny if each in (*KINDS, *OTHERS)
     ]
-    return ", ".join(tiny), ", ".join(on_triton), ", ".join(files_of(name))
+    refused = _refused(FAMILIES[name])
+    return ", ".join(tiny), ", ".join(on_triton), ", ".join(files_of(name)), refused
+
+
+def _refused(family: Family) -> str:
+    """Returns the values of keys that the family refuses (`refuses` and `demands`)."""
+    words = [f"`{key}`" for key in family.refuses]
+    for key, allowed in family.demands.items():
+        others = " or ".join(f"`{str(each).lower()}`" for each in allowed)
+        words.append(f"`{key}` other than {others}")
+    return "; ".join(words)
 
 
 def _with_table(text: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

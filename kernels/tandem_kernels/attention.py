@@ -51,15 +51,16 @@ class PagedAttention:
         window: int | None = None,
         scale: float | None = None,
         cap: float | None = None,
+        chunk: int | None = None,
     ) -> None:
         """Scores are multiplied by `scale`; None: 1 / sqrt(D). With `cap`, scores then become
-        cap * tanh(score / cap)."""
+        cap * tanh(score / cap). With `chunk`, queries attend within chunks of so many tokens."""
         assert num_heads % pool.num_kv_heads == 0
         self._pool = pool
         self._cap = cap
         self._scale = pool.head_dim**-0.5 if scale is None else scale
         self._parts = [
-            _MaskedGroup(group, _mask(group, pool, dtype, window))
+            _MaskedGroup(group, _mask(group, pool, dtype, window, chunk))
             for group in make_groups(spans, pool, window=window)
         ]
 
@@ -188,17 +189,21 @@ def _attend_chunk(
 
 
 def _mask(
-    group: AttentionGroup, pool: KvPool, dtype: torch.dtype, window: int | None
+    group: AttentionGroup,
+    pool: KvPool,
+    dtype: torch.dtype,
+    window: int | None,
+    chunk: int | None,
 ) -> torch.Tensor | None:
     """Returns a mask [B, 1, num_queries, padded context] to add to the scores: 0 where a query
     attends to a key, -inf elsewhere. Returns None if causal masking is enough."""
     longest = max(group.context_lens)
-    if group.num_queries == longest > 1 and group.sees_all(window):
+    if group.num_queries == longest > 1 and group.sees_all(window, chunk):
         return None
     padded = -(-longest // pool.block_size) * pool.block_size
     lens = torch.tensor(group.context_lens, device=pool.device).view(-1, 1, 1, 1)
     queries = torch.arange(1 - group.num_queries, 1, device=pool.device).view(-1, 1)
     keys, ends = torch.arange(padded, device=pool.device), lens + queries
-    hidden = group.hidden(keys, ends, window)
+    hidden = group.hidden(keys, ends, window, chunk)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=pool.device)
     return mask.masked_fill_(hidden, float("-inf"))

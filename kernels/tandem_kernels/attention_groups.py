@@ -7,8 +7,9 @@ and at most `_GATHERED_TOKENS_MAX` tokens with padding.
 
 With a window of w tokens, the query at position i attends to the keys i - w < j <= i. Blocks before
 the window of a sequence's first query are not copied. Positions in the sequence are then counted
-from the first copied block. For a sequence with a KV budget, whose queries attend to the first and
-the last keys of the context, all blocks are copied, for simplicity.
+from the first copied block. With chunks of c tokens, the query at position i attends to the keys
+i - i % c <= j <= i. Then, and for a sequence with a KV budget, whose queries attend to the first
+and the last keys of the context, all blocks are copied, for simplicity.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,17 +62,25 @@ class AttentionGroup:
         return self.num_seqs * self.num_queries
 
     def hidden(
-        self, keys: torch.Tensor, ends: torch.Tensor, window: int | None, repeats: int = 1
+        self,
+        keys: torch.Tensor,
+        ends: torch.Tensor,
+        window: int | None,
+        chunk: int | None,
+        repeats: int = 1,
     ) -> torch.Tensor:
         """Returns a boolean mask that is true where a query does not attend to a key.
 
         `keys` has the positions of keys. `ends` [B * repeats, ...] has, for each query, the
         position after the last key to which the query attends; its first dimension has `repeats`
-        rows per sequence. In a layer with a window, only `window` counts, and `visible` is ignored.
+        rows per sequence. In a layer with a window or with chunks, only these count, and `visible`
+        is ignored. With chunks, positions must be counted from the start of the sequence.
         """
         hidden = keys >= ends
         if window is not None:
             hidden |= keys < ends - window
+        elif chunk is not None:
+            hidden |= keys < (ends - 1) // chunk * chunk
         elif any(self.visible):
             # Without a KV budget, the first `max(context_lens)` keys are visible: all keys.
             every = (max(self.context_lens), 0)
@@ -80,11 +89,12 @@ class AttentionGroup:
             hidden |= (keys >= shown[:, 0]) & (keys < ends - shown[:, 1])
         return hidden
 
-    def sees_all(self, window: int | None) -> bool:
+    def sees_all(self, window: int | None, chunk: int | None) -> bool:
         """Returns whether each query attends to all keys up to the query's own position."""
         longest = max(self.context_lens)
-        if window is not None:
-            return longest <= window
+        limit = chunk if window is None else window
+        if limit is not None:
+            return longest <= limit
         return all(each is None or longest <= sum(each) for each in self.visible)
 
 

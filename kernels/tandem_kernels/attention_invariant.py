@@ -47,9 +47,10 @@ class InvariantPagedAttention:
         window: int | None = None,
         scale: float | None = None,
         cap: float | None = None,
+        chunk: int | None = None,
     ) -> None:
         """Scores are multiplied by `scale`; None: 1 / sqrt(D). With `cap`, scores then become
-        cap * tanh(score / cap)."""
+        cap * tanh(score / cap). With `chunk`, queries attend within chunks of so many tokens."""
         assert dtype == pool.dtype == torch.float32
         self._pool = pool
         self._cap = cap
@@ -58,7 +59,7 @@ class InvariantPagedAttention:
         self._tiles_per_query = -(-self._group_size // ROW_TILE)
         padded_to = math.lcm(KEY_TILE, pool.block_size)
         groups = make_groups(spans, pool, padded_to, window)
-        self._parts = [self._tiled(group, window) for group in groups]
+        self._parts = [self._tiled(group, window, chunk) for group in groups]
 
     def __call__(
         self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None
@@ -135,7 +136,7 @@ class InvariantPagedAttention:
                 shares.add(head_weights.view(num_queries, self._group_size, -1))
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
-    def _tiled(self, group: AttentionGroup, window: int | None) -> _TiledGroup:
+    def _tiled(self, group: AttentionGroup, window: int | None, chunk: int | None) -> _TiledGroup:
         """Creates the mask of a group, and finds the row tiles that attend to each key tile.
 
         Row tiles are ordered by the length of their contexts. So the row tiles that attend to a key
@@ -158,7 +159,7 @@ class InvariantPagedAttention:
         num_key_tiles = -(-max(group.context_lens) // KEY_TILE)
         keys = torch.arange(num_key_tiles * KEY_TILE).view(num_key_tiles, 1, 1, KEY_TILE)
         firsts = torch.arange(num_key_tiles) * KEY_TILE
-        hidden = group.hidden(keys, visible.unsqueeze(-1), window, tiles_per_sequence)
+        hidden = group.hidden(keys, visible.unsqueeze(-1), window, chunk, tiles_per_sequence)
         return _TiledGroup(
             group=group,
             hidden=hidden.to(device),

@@ -49,6 +49,7 @@ class MakeAttention(Protocol):
         window: int | None,
         scale: float,
         cap: float | None,
+        chunk: int | None,
     ) -> Attention: ...
 
 

@@ -26,14 +26,16 @@ def choose_in_groups(
     is_normalized: bool,
     groups: tuple[int, int] | None,
     scale: float,
+    has_sigmoids: bool,
     correction: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses experts as DeepSeek models do: first the best groups of experts, and then the `top_k`
     best experts in these groups. Returns the indices of the experts and their fp32 weights, both
     [T, top_k].
 
+        score of an expert    softmax of the logits; with `has_sigmoids` sigmoid of its logit
+
                               without correction          with correction [experts]
-        score of an expert    softmax of the logits       sigmoid of the logit
         rank of an expert     score                       score + correction
         rank of a group       rank of its best expert     sum of the ranks of its two best experts
 
@@ -44,7 +46,7 @@ def choose_in_groups(
     groups   (number of groups, number of groups chosen per token); None: no groups
     """
     logits = logits.float()
-    scores = torch.softmax(logits, dim=-1) if correction is None else torch.sigmoid(logits)
+    scores = torch.sigmoid(logits) if has_sigmoids else torch.softmax(logits, dim=-1)
     ranks = scores if correction is None else scores + correction
     if groups is not None:
         num, top = groups

@@ -1,6 +1,7 @@
 """RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467)."""
 
 import torch
+from torch.nn.functional import silu
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -15,3 +16,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if weight.dtype != x.dtype:
         return (wide * scale * weight).to(x.dtype)
     return (wide * scale).to(x.dtype) * weight
+
+
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Returns rms_norm(x) * silu(gate), in the dtype of x. Gated DeltaNet ends with it, where the
+    last dimension is one head."""
+    normed = rms_norm(x, weight.to(x.dtype), eps)
+    return (normed * silu(gate.float())).to(x.dtype)
+
+
+def rms_norm_of_gated(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, group_size: int
+) -> torch.Tensor:
+    """Returns rms_norm(x * silu(gate)), in the dtype of x. Mamba 2 ends with it. The mean of
+    squares is over groups of `group_size` consecutive elements."""
+    gated = x.float() * silu(gate.float())
+    groups = gated.view(*gated.shape[:-1], -1, group_size)
+    scale = groups.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (groups * scale).flatten(-2).to(x.dtype) * weight.to(x.dtype)

@@ -75,6 +75,14 @@ def scale_longrope(head_dim: int, theta: float, factors: torch.Tensor) -> torch.
     return 1.0 / (factors * theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
+def query_factors(
+    positions: torch.Tensor, *, scale: float, length: int, offset: int
+) -> torch.Tensor:
+    """Returns the factor on the queries at each position, fp32 [T]:
+    1 + scale * ln(1 + floor((position + offset) / length))."""
+    return torch.log1p(((positions + offset) // length).float()) * scale + 1.0
+
+
 def rotary_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -93,6 +93,7 @@ _VLLM_OPTIONS = {
     "num_gpu_blocks_override": "num_blocks",
     "max_num_batched_tokens": "max_tokens_per_step",
     "tensor_parallel_size": "tensor_parallel",
+    "enable_expert_parallel": "expert_parallel",
 }
 _ANSWER_OPTIONS = ("generation_config", "tool_parser", "reasoning_parser")
 _ENGINE_OPTIONS = {f.name for f in fields(EngineOptions)} - {"lora", "queue_max"}

@@ -196,6 +196,13 @@ def test_devices_are_limits_and_pools_spread() -> None:
     assert scaler == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "demo-tandem-decode"}
 
 
+@pytest.mark.parametrize(("count", "ranks", "limit"), [(1, 4, 4), (8, 4, 8), (0, 4, None)])
+def test_each_rank_of_a_worker_gets_a_gpu(count: int, ranks: int, limit: int | None) -> None:
+    values = {"decode": {"gpu": {"count": count}, "options": {"tensorParallel": ranks}}}
+    worker = container(render(values), "decode")
+    assert worker["resources"]["limits"].get("nvidia.com/gpu") == limit
+
+
 def test_a_revision_is_of_hub_models_alone() -> None:
     hub = {"name": "org/llama", "revision": "0123abc"}
     for source, given in (("hub", ["0123abc"]), ("builtin", [])):

@@ -25,6 +25,7 @@ from tests.tiny_models import make_random_speaker
 NUM_TOKENS = 200  # so many that streams still run when a rank ends
 BEGUN = 4  # tokens of each stream when a rank ends
 SMALL_POOL = 100  # blocks: enough for the prompts, but not for all their answers at once
+OWN_POOLS = ("--kernels", "torch", "--ranks-own-pools")
 RANK_MODULE = "tandem.engine.executor.rank_program"
 
 
@@ -44,6 +45,11 @@ PROMPTS = [random.Random(size).choices(range(100, 40_000), k=size) for size in (
 def expected(model: str) -> list[list[int]]:
     """What one process with one thread answers: greedily, and drawn by a seed."""
     return alone(model)
+
+
+@pytest.fixture(scope="module")
+def torch_expected(model: str) -> list[list[int]]:
+    return alone(model, kernels="torch")
 
 
 def alone(model: str, **settings: Any) -> list[list[int]]:
@@ -68,6 +74,8 @@ def workers(
     """A cluster with these workers, such as decode-0, each of so many ranks."""
     cluster = LocalCluster(redis, folder, model)
     cluster.options = [*cluster.options, "--prefill-at", "remote", *options]
+    # No request is refused because a busy machine computes slowly.
+    cluster.router_options = [*cluster.router_options, "--ttft-limit", "0"]
     try:
         cluster.start_router()
         for worker_id, degree in degrees.items():
@@ -80,14 +88,16 @@ def workers(
 
 
 async def answers(
-    client: httpx.AsyncClient, begun: Callable[[], object] | None = None
+    client: httpx.AsyncClient,
+    begun: Callable[[], object] | None = None,
+    num_tokens: int = NUM_TOKENS,
 ) -> list[list[int]]:
     """The tokens of all prompts, asked at once. `begun` is called when all have a few tokens."""
     events = [asyncio.Event() for _ in range(len(PROMPTS) * len(SAMPLED))]
 
     async def one(prompt: list[int], sampled: dict[str, Any], has_begun: asyncio.Event) -> Any:
         found: list[dict[str, Any]] = []
-        more = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **sampled}
+        more = {"max_tokens": num_tokens, "ignore_eos": True, **sampled}
         async for event in stream_completion(client, prompt, **more):
             found.append(event)
             if len(tokens_of(found)) >= BEGUN:
@@ -225,6 +235,47 @@ async def reset(cluster: LocalCluster, worker_id: str) -> dict[str, int]:
     return dropped
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport", "num_tokens"),
+    [
+        (2, 1, "nixl", BEGUN),
+        (1, 2, "grpc", BEGUN),
+        *(
+            pytest.param(*degrees, transport, NUM_TOKENS, marks=pytest.mark.slow)
+            for degrees in ((2, 1), (1, 2), (2, 4), (4, 2), (2, 2))
+            for transport in ("nixl", "grpc")
+        ),
+    ],
+)
+async def test_tokens_do_not_depend_on_the_degree_if_each_rank_has_a_pool(
+    prefill: int,
+    decode: int,
+    transport: str,
+    num_tokens: int,
+    model: str,
+    torch_expected: list[list[int]],
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+) -> None:
+    """As on GPUs, where each rank has the KV of its own heads. The pool has no room for all answers
+    of NUM_TOKENS tokens, so some are preempted."""
+    degrees = {"prefill-0": prefill, "decode-0": decode}
+    options = (*OWN_POOLS, "--transport", transport, "--verify-blocks", "all")
+    options += ("--local-prefill-max-tokens", "0")
+    options += ("--num-blocks", str(SMALL_POOL))
+    expected = [tokens[:num_tokens] for tokens in torch_expected]
+    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
+        async with open_client(cluster) as client:
+            assert await answers(client, num_tokens=num_tokens) == expected
+            assert await answers(client, num_tokens=num_tokens) == expected  # with warm caches
+        await asyncio.to_thread(cluster.wait_idle)
+        pulled = metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+        assert pulled >= sum(len(prompt) // 16 for prompt in PROMPTS)
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+        preempted = metric(cluster, "decode-0", "tandem_preemptions_total")
+        assert (preempted > 0) == (num_tokens == NUM_TOKENS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode", "transport"), [(2, 1, "nixl"), (1, 2, "grpc")])
 async def test_ranks_of_torch_kernels_exchange_blocks_with_one_rank(
@@ -245,12 +296,27 @@ async def test_ranks_of_torch_kernels_exchange_blocks_with_one_rank(
         assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("killed", ()),
+        ("stopped", ()),
+        pytest.param("killed", OWN_POOLS, marks=pytest.mark.slow),
+        pytest.param("stopped", OWN_POOLS, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_rank_that_ends_ends_its_worker_and_no_stream(
-    how: str, model: str, expected: list[list[int]], redis_server: EmbeddedRedis, tmp_path: Path
+    how: str,
+    options: tuple[str, ...],
+    model: str,
+    request: pytest.FixtureRequest,
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
 ) -> None:
     degrees = {"prefill-0": 1, "decode-0": 2, "decode-1": 1}
-    with workers(redis_server, tmp_path, model, degrees, "--engine-hang-timeout", "4") as cluster:
+    expected = request.getfixturevalue("torch_expected" if options else "expected")
+    options += ("--engine-hang-timeout", "4")
+    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
         worker = cluster.workers["decode-0"]
         (pid,) = ranks_of(worker)
 

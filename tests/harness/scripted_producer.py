@@ -8,7 +8,7 @@ moment.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,7 @@ from tandem.net.store.registry import KvCompatibility
 from tandem.transfer.engine_transport import EngineTransport
 from tandem.transfer.grpc.reservations import Reservations
 from tandem.transfer.protocol import BlockPull
-from tandem.transfer.reads.messages import PullResult, RemotePool
+from tandem.transfer.reads.messages import PeerRank, PullResult
 from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process.messages import Add, Command, DisconnectPeer, Remove
@@ -140,7 +140,7 @@ class RecordingLink:
         return future
 
     async def connect_peer(
-        self, peer_id: str, metadata: bytes, pool: RemotePool, transport: str
+        self, peer_id: str, ranks: Sequence[PeerRank], transport: str
     ) -> list[tuple[int, float]]:
         return []
 

@@ -152,7 +152,7 @@ class Node:
         process._failed = []
         process._stopping = False
         process._num_commands = 0
-        pool = process._local_pool()
+        pool = process._pool_transfers().pool
         self.remote_pool = pool.remote()
         self.thread = process._transfer = TransferThread(
             pool, config.transfer, self.peer_id, process._on_transfer_event

@@ -15,7 +15,16 @@ from typing import NamedTuple
 from tandem.engine import sequence
 from tandem.errors import WorkerLost
 from tandem.transfer.reads.agent import BlockIds, ReadState
-from tandem.transfer.reads.messages import RemotePool
+from tandem.transfer.reads.block_list import BlockList
+
+
+def part_of(blocks: BlockList, block_id: int) -> tuple[int, int]:
+    """The address and size of a block's part in a list."""
+    for pool in blocks.pools:
+        if 0 <= block_id < pool.num_blocks:
+            return blocks.address + pool.offset + block_id * pool.stride, pool.num_bytes
+        block_id -= pool.num_blocks
+    raise ValueError("the list has no such block")
 
 
 class Copy(NamedTuple):
@@ -53,7 +62,7 @@ class SimulatedAgent:
         self.is_closed = False
         self._fabric = fabric
         self._next_handle = 0
-        self._lists: list[tuple[str | None, RemotePool]] = []  # by handle: the peer and its pool
+        self._lists: list[tuple[str | None, BlockList]] = []  # by handle: the peer and its blocks
 
     def register(self, *, address: int, num_bytes: int, device_id: int, memory: str) -> None:
         assert not self.is_closed
@@ -67,8 +76,8 @@ class SimulatedAgent:
         assert not self.is_closed
         self.peers.remove(name)
 
-    def list_blocks(self, peer: str | None, pool: RemotePool) -> int:
-        self._lists.append((peer, pool))
+    def list_blocks(self, peer: str | None, blocks: BlockList) -> int:
+        self._lists.append((peer, blocks))
         return len(self._lists) - 1
 
     def release_list(self, handle: int) -> None:
@@ -82,14 +91,10 @@ class SimulatedAgent:
             raise WorkerLost(f"{peer} is gone")
         copies = []
         for producer_id, local_id in zip(producer_ids.tolist(), local_ids.tolist(), strict=True):
-            source, target = remote.spans.span(producer_id), local.spans.span(local_id)
-            num_bytes = target.stop - target.start
-            assert source.stop - source.start == num_bytes, "a block is read into one of other size"
-            copies.append(
-                Copy(
-                    remote.address + source.start, local.address + target.start, num_bytes, local_id
-                )
-            )
+            source, num_bytes = part_of(remote, producer_id)
+            target, target_bytes = part_of(local, local_id)
+            assert num_bytes == target_bytes, "a block is read into one of other size"
+            copies.append(Copy(source, target, num_bytes, local_id))
         self._next_handle += 1
         self.reads[self._next_handle] = SimulatedRead(copies)
         return self._next_handle

@@ -23,6 +23,7 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.engine_transport import EngineTransport
 from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.transfer.protocol import Transport
+from tandem.transfer.reads.messages import PeerRank
 from tests.harness.simulated_cluster import Node
 
 _CLOSE, _CUT = object(), object()
@@ -241,7 +242,8 @@ class PeersOf:
         consumer = self._nodes[self._consumer_id]
         if producer.epoch != epoch:
             return None
-        consumer.consumer.connect(producer.peer_id, producer.peer_id.encode(), producer.remote_pool)
+        rank = PeerRank(producer.peer_id.encode(), producer.remote_pool)
+        consumer.consumer.connect(producer.peer_id, [rank])
 
         def open_stream(metadata: object) -> Stream:
             self._streams.append(Stream(producer, consumer))

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine.cache.layout.block_layout import BlockLayout
-from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout
 
 Bytes = NDArray[np.uint8]
 
 
-def whole_model(seed: int, layout: BlockLayout) -> Bytes:
-    """Random contents of a pool with all heads: [num_blocks, num_kv_heads, bytes of a head]."""
+def whole_model(seed: int, layout: KvLayout) -> list[Bytes]:
+    """Random contents of the pools with all heads, one of each KV group:
+    [num_blocks, num_kv_heads, bytes of a head]."""
     rng = np.random.default_rng(seed)
-    shape = (layout.num_blocks, layout.num_kv_heads, -1)
-    return rng.integers(0, 256, layout.pool_bytes, dtype=np.uint8).reshape(shape)
+    return [
+        rng.integers(0, 256, group.pool_bytes, dtype=np.uint8).reshape(
+            group.num_blocks, group.num_kv_heads, -1
+        )
+        for group in (each.layout for each in layout.groups)
+    ]
 
 
-def rank_pools(whole: Bytes, layout: ParallelLayout) -> list[Bytes]:
+def rank_pools(whole: list[Bytes], num_ranks: int) -> list[Bytes]:
     """The flat content of each rank's memory, computed in the simplest way."""
-    num_heads = whole.shape[1]
-    groups = min(layout.degree, num_heads)
-    shares = np.split(whole, groups, axis=1)
-    return [shares[rank * groups // layout.degree].reshape(-1) for rank in range(layout.degree)]
+    num_heads = whole[0].shape[1]
+    parts = min(num_ranks, num_heads)
+    shares = [np.split(group, parts, axis=1) for group in whole]
+    return [
+        np.concatenate([group[rank * parts // num_ranks].reshape(-1) for group in shares])
+        for rank in range(num_ranks)
+    ]
 
 
-def expected_pools(whole: Bytes, local: ParallelLayout, blocks: BlockPairs) -> list[Bytes]:
-    """Each local rank's memory after the blocks were read into zeros."""
-    moved = np.zeros((local.whole.num_blocks, *whole.shape[1:]), np.uint8)
-    for producer_id, local_id in zip(blocks.producer_ids, blocks.local_ids, strict=True):
-        moved[local_id] = whole[producer_id]
-    return rank_pools(moved, local)
+def moved(whole: list[Bytes], layout: KvLayout, pairs: Mapping[int, int]) -> list[Bytes]:
+    """Pools of `layout` with zeros, into which blocks of pools with the contents `whole` were read.
+    `pairs` has the local block by the producer's block, with their ids among all pools."""
+    pools = [
+        np.zeros((size, *group.shape[1:]), np.uint8)
+        for size, group in zip(layout.sizes, whole, strict=True)
+    ]
+    for producer_id, local_id in pairs.items():
+        group, block = layout.locate(local_id)
+        first = sum(len(pool) for pool in whole[:group])
+        pools[group][block] = whole[group][producer_id - first]
+    return pools

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tests.harness.cluster import LocalCluster
 from tests.parity.compare import assert_as_transformers
 from tests.parity.ways import Answer, ParityRequest, all_disturbed, send_all_ways, start_ways
 from tests.transformers_models import MODELS, make_model
@@ -32,14 +33,16 @@ _PROMPTS = [
     [pytest.param(name, marks=[] if name == _IN_CI else pytest.mark.slow) for name in MODELS],
 )
 def test_aggregated_and_pulled_by_nixl_and_warm(
-    name: str, redis_server: EmbeddedRedis, tmp_path: Path
+    name: str, redis_server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    chosen = ("--model-impl", "transformers")
+    monkeypatch.setattr(LocalCluster, "router_options", (*LocalCluster.router_options, *chosen))
     folder = tmp_path / "model"
     folder.mkdir()
     model = make_model(name, folder)
     expected = [_generate(model, prompt) for prompt in _PROMPTS]
     sent = [_request(prompt) for prompt in _PROMPTS]
-    options = ("--dtype", "float32", "--numerics", "fast", "--max-tokens-per-step", "37")
+    options = (*chosen, "--dtype", "float32", "--numerics", "fast", "--max-tokens-per-step", "37")
     ways_tried = ("aggregated", "nixl")
     with start_ways(redis_server, tmp_path, str(folder), *options, names=ways_tried) as ways:
         with all_disturbed(ways):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tandem.common.config.transfer import TransferConfig
 from tandem.transfer.reads import messages as transfer
-from tandem.transfer.reads.messages import LocalPool, Pull, PullResult, RemotePool
+from tandem.transfer.reads.messages import LocalPool, PeerRank, Pull, PullResult, RemotePool
 from tandem.transfer.thread import TransferThread
 from tests.service.transfer_pools import PoolBlocks, contents, layout
 
@@ -121,7 +121,7 @@ class Consumer:
     def connect(self, peer: Peer) -> str:
         """The error of the connection; empty when it works."""
         before = len(self.of_kind(transfer.PeerConnected))
-        self.thread.connect(peer.name, peer.metadata, peer.pool)
+        self.thread.connect(peer.name, [PeerRank(peer.metadata, peer.pool)])
         self.wait(
             lambda: len(self.of_kind(transfer.PeerConnected)) > before, f"{peer.name} to connect"
         )

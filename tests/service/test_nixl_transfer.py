@@ -19,6 +19,7 @@ import pytest
 from tandem.errors import TandemError
 from tandem.transfer.nixl.agent import load_nixl
 from tandem.transfer.reads import messages as transfer
+from tandem.transfer.reads.messages import PeerRank
 from tests.service.nixl_harness import Consumer, Peer, holds, transfer_config
 from tests.service.transfer_pools import MODELS, NUM_BLOCKS, VARIABLE
 
@@ -202,7 +203,7 @@ def test_connecting_to_a_stopped_peer_is_an_error_in_time(
     other = make_peer("b", 2)
     consumer = make_consumer(connect_deadline_s=3)
     peer.pause()
-    consumer.thread.connect(peer.name, peer.metadata, peer.pool)
+    consumer.thread.connect(peer.name, [PeerRank(peer.metadata, peer.pool)])
     assert consumer.connect(other) == ""  # not held up by the one that does not answer
     consumer.wait(
         lambda: len(consumer.of_kind(transfer.PeerConnected)) == 2, "the stopped one's error"

@@ -1,4 +1,5 @@
-"""Blocks between tensor-parallel degrees that differ, over real NIXL: each rank has an agent."""
+"""Blocks between workers with different numbers of ranks, over real NIXL: each rank has an agent
+and a pool of its own."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
 from tandem.errors import TandemError
 from tandem.transfer.nixl.agent import NixlAgent, load_nixl
+from tandem.transfer.nixl.producer import readable_agent
 from tandem.transfer.nixl.ucx_mode import UcxMode
-from tandem.transfer.reads.agent import ReadState
-from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout, descriptors
-from tests.harness.tensor_parallel_ranks import Bytes, expected_pools, rank_pools, whole_model
+from tandem.transfer.reads.block_reader import BlockReader
+from tandem.transfer.reads.messages import LocalPool, PeerRank, Pull
+from tests.harness.tensor_parallel_ranks import Bytes, moved, rank_pools, whole_model
 
 pytestmark = pytest.mark.service
 
@@ -24,76 +27,88 @@ except TandemError as error:
     pytest.skip(error.message, allow_module_level=True)
 
 DEADLINE_S = 20.0
-BLOCKS = BlockPairs([7, 8, 9, 3, 31], [2, 3, 4, 9, 0])
+# Blocks of both KV groups: ids from 32 on are in the second pool of the producer, and from 12 on
+# in that of the consumer.
+PAIRS = {7: 2, 8: 3, 9: 4, 3: 9, 31: 0, 32: 15, 40: 12}
 
 
-class Rank:
-    """One rank's memory on the CPU, and the agent that owns it."""
-
-    def __init__(self, name: str, pool: Bytes) -> None:
-        self.pool = pool.copy()
-        # A producer makes progress by itself; a consumer when it is asked for its reads.
-        self.agent = NixlAgent(
-            name, mode=UcxMode.MEMORY, progress_delay_us=10_000 if "source" in name else None
-        )
-        self.agent.register(
-            address=self.pool.ctypes.data, num_bytes=pool.nbytes, device_id=0, memory="DRAM"
-        )
-
-    def read(self, producers: list[Rank], producer: ParallelLayout, local: ParallelLayout) -> None:
-        """Reads this rank's share of BLOCKS."""
-        rank = int(self.agent.name.rpartition("-")[2])
-        for read in descriptors(producer, local, BLOCKS, local_rank=rank):
-            peer = producers[read.producer_rank]
-            start, here = peer.pool.ctypes.data, self.pool.ctypes.data
-            handle = self.agent.create_read(
-                self.agent.add_peer(peer.agent.metadata()),
-                producer=[(start + part.producer_offset, part.num_bytes) for part in read.parts],
-                producer_device=("DRAM", 0),
-                local=[(here + part.local_offset, part.num_bytes) for part in read.parts],
-                local_device=("DRAM", 0),
-            )
-            state = self.agent.start(handle)
-            give_up_at = time.monotonic() + DEADLINE_S
-            while state is ReadState.UNDER_WAY and time.monotonic() < give_up_at:
-                state = self.agent.state(handle)
-            assert state is ReadState.DONE
-            self.agent.release(handle)
+def layout_of(heads: int, *sizes: int) -> KvLayout:
+    groups = (
+        KvGroup((0, 1, 2), None, BlockLayout(sizes[0], heads, 3, 16, 64, "bfloat16")),
+        KvGroup((3,), 64, BlockLayout(sizes[1], heads, 1, 16, 64, "bfloat16")),
+    )
+    return KvLayout(groups)
 
 
-def whole_layout(heads: int) -> BlockLayout:
-    return BlockLayout(32, heads, 4, 16, 64, "bfloat16")
+def pool_of(memory: Bytes, layout: KvLayout, rank: int, num_ranks: int) -> LocalPool:
+    return LocalPool(
+        memory.ctypes.data,
+        memory.nbytes,
+        0,
+        "DRAM",
+        layout,
+        rank=rank,
+        num_ranks=num_ranks,
+    )
 
 
-def degrees(heads: int) -> list[int]:
+def rank_counts(heads: int) -> list[int]:
     return [n for n in (1, 2, 3, 4, 6, 8) if heads % n == 0 or n % heads == 0]
 
 
 @pytest.fixture(
     scope="module",
-    params=[(heads, degree) for heads in (8, 6, 4, 3) for degree in degrees(heads)],
-    ids=lambda param: f"{param[0]} heads, producer degree {param[1]}",
+    params=[(heads, count) for heads in (8, 6, 4, 3, 1) for count in rank_counts(heads)],
+    ids=lambda param: f"{param[0]} heads, {param[1]} producer ranks",
 )
-def producer(request: pytest.FixtureRequest) -> Iterator[tuple[ParallelLayout, list[Rank], Bytes]]:
-    heads, degree = request.param
-    layout = ParallelLayout(whole_layout(heads), degree)
-    whole = whole_model(heads, layout.whole)
-    pools = rank_pools(whole, layout)
-    ranks = [Rank(f"producer-{heads}-{degree}-{rank}", pool) for rank, pool in enumerate(pools)]
-    yield layout, ranks, whole
-    for rank in ranks:
-        rank.agent.close()
+def producer(request: pytest.FixtureRequest) -> Iterator[tuple[list[PeerRank], list[Bytes]]]:
+    heads, num_ranks = request.param
+    layout = layout_of(heads, 32, 10)
+    whole = whole_model(heads, layout)
+    memories = rank_pools(whole, num_ranks)
+    agents = []
+    ranks = []
+    for rank, memory in enumerate(memories):
+        pool = pool_of(memory, layout, rank, num_ranks)
+        name = f"producer-{heads}-{num_ranks}-{rank}"
+        agents.append(readable_agent(pool, name, UcxMode.MEMORY))
+        ranks.append(PeerRank(agents[-1].metadata(), pool.remote()))
+    yield ranks, whole
+    for agent in agents:
+        agent.close()
 
 
-def test_every_rank_of_every_degree_has_its_heads_exactly(
-    producer: tuple[ParallelLayout, list[Rank], Bytes],
+def pulled(pool: LocalPool, ranks: list[PeerRank]) -> None:
+    """Reads the blocks PAIRS into the pool, and probes the peer first."""
+
+    def make_agent(number: int) -> NixlAgent:
+        name = f"consumer-{pool.num_ranks}-{pool.rank}-{number}"
+        return NixlAgent(name, mode=UcxMode.MEMORY, progress_delay_us=None)
+
+    reader = BlockReader(pool, make_agent, quarantine_blocks_max=8)
+    reader.connect("peer", ranks)
+    reader.probe("probe", "peer", 3, DEADLINE_S)
+    reader.submit(Pull("pull", "peer", list(PAIRS), list(PAIRS.values()), DEADLINE_S))
+    results = []
+    give_up_at = time.monotonic() + DEADLINE_S
+    while len(results) < 2 and time.monotonic() < give_up_at:
+        results += reader.poll()
+    own = pool.own_layout.spans
+    assert {result.pull_id: (result.done, result.num_bytes) for result in results} == {
+        "probe": (True, own.num_bytes(range(3))),
+        "pull": (True, own.num_bytes(PAIRS.values())),
+    }
+    reader.close()
+
+
+def test_every_rank_gets_its_heads_and_nothing_else(
+    producer: tuple[list[PeerRank], list[Bytes]],
 ) -> None:
-    layout, producers, whole = producer
-    for degree in degrees(layout.whole.num_kv_heads):
-        local = ParallelLayout(layout.whole, degree)
-        for number, expected in enumerate(expected_pools(whole, local, BLOCKS)):
-            empty = np.zeros(local.rank_layout.pool_bytes, np.uint8)
-            consumer = Rank(f"consumer-{degree}-{number}", empty)
-            consumer.read(producers, layout, local)
-            assert np.array_equal(consumer.pool, expected), (degree, number)
-            consumer.agent.close()
+    ranks, whole = producer
+    heads = whole[0].shape[1]
+    layout = layout_of(heads, 12, 5)
+    for num_ranks in rank_counts(heads):
+        for rank, expected in enumerate(rank_pools(moved(whole, layout, PAIRS), num_ranks)):
+            memory = np.zeros_like(expected)
+            pulled(pool_of(memory, layout, rank, num_ranks), ranks)
+            assert np.array_equal(memory, expected), (num_ranks, rank)

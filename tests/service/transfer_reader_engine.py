@@ -20,6 +20,7 @@ from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import QueueFull
 from tandem.transfer.cuda_ipc.agent import IpcDevice
 from tandem.worker.engine_process.messages import EngineSettings
+from tandem.worker.engine_process.pool_transfers import PoolTransfers
 from tandem.worker.engine_process.process import main
 from tandem_bench.engine_stand_in import PoolOnly, StandInEngine, StandInProcess
 from tandem_bench.shared_memory_device import SharedMemoryDevice
@@ -80,8 +81,17 @@ class ConsumerProcess(StandInProcess):
         kv = torch.from_numpy(self._memory)
         return cast(ModelRunner, PoolOnly(kv)), cast(Engine, PoolEngine()), "stand-in"
 
-    def _ipc_device(self) -> IpcDevice | None:
-        return SharedMemoryDevice(self._device_fd, self._memory, DEVICE_DELAY_S)
+    def _pool_transfers(self) -> PoolTransfers:
+        return PoolOfDevice(self)
+
+
+class PoolOfDevice(PoolTransfers):
+    def __init__(self, process: ConsumerProcess) -> None:
+        super().__init__(process._runner.kv, process._engine.layout)
+        self._ipc = SharedMemoryDevice(process._device_fd, process._memory, DEVICE_DELAY_S)
+
+    def ipc_device(self) -> IpcDevice | None:
+        return self._ipc
 
 
 if __name__ == "__main__":

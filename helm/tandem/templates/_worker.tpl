@@ -72,6 +72,8 @@ volumes:
 - --model-revision
 - {{ .root.Values.model.hub.revision | quote }}
 {{- end }}
+- --model-impl
+- {{ .root.Values.model.impl }}
 - --host
 - $(POD_IP)
 - --port
@@ -172,7 +174,10 @@ volumeMounts:
 {{- define "tandem.workerResources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- $limits := default dict $resources.limits -}}
-{{- if .gpu.count }}{{ $_ := set $limits .gpu.resource (.gpu.count | int64) }}{{ end -}}
+{{- if .gpu.count -}}
+{{- /* Each rank needs a GPU of its own. */ -}}
+{{- $_ := set $limits .gpu.resource (max .gpu.count .options.tensorParallel | int64) -}}
+{{- end -}}
 {{- if .rdma.count }}{{ $_ := set $limits .rdma.resource (.rdma.count | int64) }}{{ end -}}
 {{- if .hugePages2Mi }}{{ $_ := set $limits "hugepages-2Mi" .hugePages2Mi }}{{ end -}}
 {{- $_ := set $resources "limits" $limits -}}

@@ -46,10 +46,13 @@
 #include "experts.h"
 #include "limits.h"
 #include "logprobs.h"
+#include "state_functions.h"
 
 namespace tandem {
 
-const Entry amx = {amx_code::to_last_kv, amx_code::to_logits, BF16_PAIRS,
-                     amx_code::product_gflops, amx_code::read_gb_per_s, amx_code::measure};
+const Entry amx = {
+    amx_code::to_last_kv, amx_code::to_logits, BF16_PAIRS,
+    amx_code::product_gflops, amx_code::read_gb_per_s,
+    amx_code::measure, amx_code::convolve, amx_code::scan_states};
 }
 #endif

@@ -2,6 +2,8 @@
 // status of 0 means success, 1 means that there is not enough memory, and 2 that another rank of a
 // tensor-parallel engine has ended.
 
+#include <omp.h>
+
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -76,6 +78,17 @@ int computed(Decoder& decoder, void (*part)(const tandem::Model&, const tandem::
     std::atomic<bool>& is_broken = decoder.scratch.meeting().is_broken;
     if (failed) is_broken.store(true);
     return failed ? failed : is_broken.load() ? 2 : 0;
+}
+
+// Calls work(team) in each of some threads.
+template <class Work>
+void by_team(int num_threads, Work work) {
+    tandem::Meeting meeting;
+#pragma omp parallel num_threads(num_threads)
+    {
+        const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        work(tandem::Team{thread, threads, thread, threads, meeting, 0});
+    }
 }
 
 }  // namespace
@@ -197,6 +210,21 @@ void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, f
         for (int i = 0; i < hidden; ++i)
             to[i] = static_cast<float>(x[i] * scale * d.model.final_norm[i]);
     }
+}
+
+// Kernels of layers with a state (state.h), apart from a step.
+void tandem_convolve(const char* wanted, const tandem::Convolution* convolution,
+                     int32_t num_threads) {
+    const Choice choice = choose(wanted);
+    by_team(num_threads, [&](const tandem::Team& team) {
+        choice.entry->convolve(*convolution, team);
+    });
+}
+
+void tandem_scan_states(const char* wanted, const tandem::StateScan* scan, int32_t num_threads) {
+    const Choice choice = choose(wanted);
+    by_team(num_threads,
+            [&](const tandem::Team& team) { choice.entry->scan_states(*scan, team); });
 }
 
 // Writes the seconds that steps spent in each Stage since the last call.

@@ -230,9 +230,10 @@ struct Seen {
     }
 };
 
-// Returns the keys to which a query attends. `window` is the window of the layer; 0: no window.
+// Returns the keys to which a query attends. `window` is that of the layer (decoder.h).
 inline Seen keys_seen(const Span& span, int query, int window) {
     const int end = span.context_len - span.num_queries + query + 1;
+    if (window < 0) return {0, (end - 1) / -window * -window, end};
     if (window > 0) return {0, end > window ? end - window : 0, end};
     const int first = span.num_last > 0 ? end - span.num_last : 0;
     return first > span.num_first ? Seen{span.num_first, first, end} : Seen{0, 0, end};
@@ -320,7 +321,7 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
 struct Item {
     // Rows of the span. If G heads share a KV head, row r is query r / G and head r % G.
     int span, kv_head, first_row, num_rows;
-    int window;                              // window of the layer; 0: no window
+    int window;                              // window of the layer (decoder.h)
 };
 
 // Returns the keys to which at least one row of the item attends.

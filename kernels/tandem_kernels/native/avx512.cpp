@@ -41,9 +41,12 @@
 #include "experts.h"
 #include "limits.h"
 #include "logprobs.h"
+#include "state_functions.h"
 
 namespace tandem {
-const Entry avx512 = {avx512_code::to_last_kv, avx512_code::to_logits, BF16,
-                     avx512_code::product_gflops, avx512_code::read_gb_per_s, avx512_code::measure};
+const Entry avx512 = {
+    avx512_code::to_last_kv, avx512_code::to_logits, BF16,
+    avx512_code::product_gflops, avx512_code::read_gb_per_s,
+    avx512_code::measure, avx512_code::convolve, avx512_code::scan_states};
 }
 #endif

@@ -28,6 +28,7 @@
 #include <cstdint>
 
 #include "cpu.h"
+#include "state.h"
 
 namespace tandem {
 
@@ -101,11 +102,13 @@ struct Mlp {
 struct Experts {  // the experts of a layer, which all have one shape, and their router
     const Mlp* mlps;  // [num]
     Matrix router;    // one logit per expert
-    // [num], added to the sigmoids of the router's logits to rank experts. null: experts are ranked
-    // by the logits, and their weights are a softmax.
+    // [num], added to the scores of experts to rank them. null: experts are ranked by the logits.
     const float* correction;
     int32_t num, top_k;
     int32_t is_normalized;  // true: the weights of a row's experts sum to 1, before `scale`
+    int32_t has_sigmoids;   // true: the score of an expert is sigmoid(logit), not a softmax
+    // true: the weight of an expert multiplies the expert's input instead of its output
+    int32_t weighs_inputs;
     int32_t num_groups, top_groups;  // experts are chosen in the `top_groups` best groups; 0: all
     float scale;                     // factor on the weights
 };
@@ -134,7 +137,9 @@ struct Layer {  // Norms that the model does not have are null.
     // null: grouped-query attention; all layers have the same form of attention
     const Latent* latent;
     int32_t rope;    // index of the layer's table of cosines and sines
-    int32_t window;  // keys to which a query attends, including its own; 0: no limit
+    // Keys to which a query attends, including its own; 0: no limit. A negative number -c: the query
+    // at position p attends to the keys from position p - p % c on.
+    int32_t window;
     int32_t group;   // index of the layer's KV group
     int32_t place;   // index of the layer among the layers of this KV group
 };
@@ -152,6 +157,9 @@ struct Model {
     float norm_eps;
     int32_t num_threads;      // of this rank
     int32_t norms_all_heads;  // true: q_norm and k_norm are over all heads together
+    int32_t norms_rotated;    // true: q_norm and k_norm are applied after the rotation
+    int32_t centers_norms;    // true: norms of the residual stream are LayerNorms without biases
+    int32_t is_parallel;      // true: the MLP reads the residual stream before attention is added
     float attention_scale;    // factor on scores
     float embedding_multiplier, residual_multiplier, logits_multiplier;
     float logit_cap;      // soft cap of logits; 0: no cap
@@ -211,6 +219,8 @@ struct Step {
     const int32_t* positions;  // [rows]
     const float* cosines;      // [tables][positions][rotated dim / 2]
     const float* sines;
+    // [tables][positions]: factors on the queries at each position; null: no factors
+    const float* query_factors;
     const Span* spans;
     const int32_t* logit_rows;
     const KvGroup* groups;
@@ -222,11 +232,18 @@ struct Step {
     int32_t num_rows, num_spans, num_logit_rows, block_size;
     int32_t kv_kind;       // F32, BF16, I8, I8_I4 (keys and values), I4, F8, I8_F32 or I8_BF16
     int64_t table_floats;  // distance between two tables of cosines, or of sines, in floats
+    int64_t table_positions;  // number of positions in a table
     const LoraRows* adapted;  // the rows of each adapter; rows without an adapter come last
     int32_t num_adapted;
     int32_t lora_rank;  // largest rank of a LoraProduct
 
     const KvGroup& group_of(const Layer& layer) const { return groups[layer.group]; }
+
+    // Returns the factor on the queries of a row in a layer.
+    float query_factor(const Layer& layer, int row) const {
+        if (query_factors == nullptr) return 1.0f;
+        return query_factors[layer.rope * table_positions + positions[row]];
+    }
 };
 
 // The arguments and results of measuring log probabilities (logprobs.h): rows of logits, and one
@@ -252,6 +269,8 @@ struct Entry {
     double (*product_gflops)(int num_threads, Kind kind);
     double (*read_gb_per_s)(const float* data, size_t num, int num_threads);
     void (*measure)(const float* logits, int vocab, const Measure&, int num_threads);
+    void (*convolve)(const Convolution&, const Team&);
+    void (*scan_states)(const StateScan&, const Team&);
 };
 
 #if defined(__x86_64__)

@@ -38,29 +38,56 @@ inline void rank_groups(const Experts& experts, float* ranks, float* of_groups) 
         if (of_groups[e / size] < INFINITY) ranks[e] = -INFINITY;
 }
 
-// Computes the weights of the chosen experts: the sigmoids of their logits, times `scale`. If
-// is_normalized, the sigmoids are first divided by their sum.
-inline void share_sigmoids(const Experts& experts, const float* logits, Chosen* chosen) {
+// Computes the weights of the chosen experts: their scores, times `scale`. If is_normalized, the
+// scores are first divided by their sum. `largest` is the largest logit.
+inline void share_all(const Experts& experts, const float* logits, float largest, Chosen* chosen) {
+    const auto score = [&](float logit) {
+        return experts.has_sigmoids ? sigmoid(logit) : std::exp(logit - largest);
+    };
     float total = 0.0f;
     for (int i = 0; i < experts.top_k; ++i) {
-        chosen[i].share = sigmoid(logits[chosen[i].expert]);
+        chosen[i].share = score(logits[chosen[i].expert]);
         total += chosen[i].share;
     }
-    const float factor = experts.is_normalized ? experts.scale / total : experts.scale;
-    for (int i = 0; i < experts.top_k; ++i) chosen[i].share *= factor;
+    if (!experts.is_normalized) {
+        total = 0.0f;
+        for (int e = 0; e < experts.num; ++e) total += score(logits[e]);
+        if (experts.has_sigmoids) total = 1.0f;
+    }
+    for (int i = 0; i < experts.top_k; ++i)
+        chosen[i].share = chosen[i].share / total * experts.scale;
+}
+
+// Computes the ranks of a row's experts. `largest` is the largest logit.
+inline void rank_all(const Experts& experts, const float* logits, float largest, float* ranks) {
+    if (experts.correction == nullptr) {
+        std::copy(logits, logits + experts.num, ranks);
+        return;
+    }
+    float total = 1.0f;
+    if (!experts.has_sigmoids) {
+        total = 0.0f;
+        for (int e = 0; e < experts.num; ++e) total += std::exp(logits[e] - largest);
+    }
+    for (int e = 0; e < experts.num; ++e) {
+        const float score =
+            experts.has_sigmoids ? sigmoid(logits[e]) : std::exp(logits[e] - largest) / total;
+        ranks[e] = score + experts.correction[e];
+    }
 }
 
 // Chooses the best experts of a row, and lists them in the order of their numbers. Of equally
 // ranked experts, the one with the lowest number is chosen. `ranks` has room for two numbers per
 // expert.
 //
-//                           rank                              weight
-//     without correction    logit                             softmax over all or chosen logits
-//     with correction       sigmoid of the logit + correction sigmoid of the logit
+//                           rank
+//     without correction    logit
+//     with correction       score + correction
+//
+// The score of an expert is the sigmoid of its logit, or a softmax over all logits.
 inline void choose(const Experts& experts, const float* logits, float* ranks, Chosen* chosen) {
-    for (int e = 0; e < experts.num; ++e)
-        ranks[e] = experts.correction == nullptr ? logits[e]
-                                                 : sigmoid(logits[e]) + experts.correction[e];
+    const float largest = *std::max_element(logits, logits + experts.num);
+    rank_all(experts, logits, largest, ranks);
     if (experts.num_groups > 0) rank_groups(experts, ranks, ranks + experts.num);
     const auto is_taken = [&](int expert, int num) {
         for (int i = 0; i < num; ++i)
@@ -73,21 +100,9 @@ inline void choose(const Experts& experts, const float* logits, float* ranks, Ch
             if ((best < 0 || ranks[e] > ranks[best]) && !is_taken(e, i)) best = e;
         chosen[i].expert = best;
     }
-    const float highest = logits[chosen[0].expert];
     std::sort(chosen, chosen + experts.top_k,
               [](const Chosen& a, const Chosen& b) { return a.expert < b.expert; });
-    if (experts.correction != nullptr) return share_sigmoids(experts, logits, chosen);
-    float total = 0.0f;
-    for (int i = 0; i < experts.top_k; ++i) {
-        chosen[i].share = std::exp(logits[chosen[i].expert] - highest);
-        total += chosen[i].share;
-    }
-    if (!experts.is_normalized) {
-        total = 0.0f;
-        for (int e = 0; e < experts.num; ++e) total += std::exp(logits[e] - highest);
-    }
-    for (int i = 0; i < experts.top_k; ++i)
-        chosen[i].share = chosen[i].share / total * experts.scale;
+    share_all(experts, logits, largest, chosen);
 }
 
 // Assigns a place to each (row, expert) pair, sorted by expert.
@@ -208,8 +223,8 @@ inline void route(const Model& model, const Layer& layer, const Step& step, cons
     const size_t num = experts.num;
     const Inputs normed = inputs_of(experts.router, rows.input, step.num_rows);
     team.each(step.num_rows, [&](int row) {
-        norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
-                 model.norm_eps, normed.row(row));
+        norm_hidden(model, rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
+                    normed.row(row));
     });
     linear(experts.router, normed, {rows.logits, num, Into::kSet}, team);
     team.wait();
@@ -233,6 +248,17 @@ inline void share_mlp(const Model& model, int index, const Step& step, const Row
     rows.laps->end(DOWN, team.own_thread);
 }
 
+// Writes a normalized row times a weight.
+inline void weighted_row(const Model& model, const Layer& layer, const float* x, float weight,
+                         const InputRow& to) {
+    const float scale = norm_scale(x, to.in, model.norm_eps) * weight;
+    int at = 0;
+    for (; at + kLanes <= to.in; at += kLanes)
+        to.put(at, load(x + at) * scale * load(layer.mlp_norm + at));
+    if (const int rest = to.in - at)
+        to.put(at, load_some(x + at, rest) * scale * load_some(layer.mlp_norm + at, rest), rest);
+}
+
 // Adds the output of a layer's experts to the residual stream.
 inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
                         const Team& team) {
@@ -248,8 +274,12 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
     team.each(num_places, [&](int place) {
         const int choice = routing.choices[place], expert = routing.chosen[choice].expert;
         const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, rows, expert);
-        norm_row(rows.hidden + choice / top_k * hidden, layer.mlp_norm, model.norm_eps,
-                 inputs.row(place - routing.first[expert]));
+        const InputRow to = inputs.row(place - routing.first[expert]);
+        const float* const from = rows.hidden + choice / top_k * hidden;
+        if (experts.weighs_inputs)
+            weighted_row(model, layer, from, routing.chosen[choice].share, to);
+        else
+            norm_hidden(model, from, layer.mlp_norm, to);
     });
     rows.laps->end(NORM, team.own_thread);
     float* const gated = gate_experts(experts, rows, num_places, team);
@@ -263,7 +293,8 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
         for (int i = row * top_k; i < (row + 1) * top_k; ++i) {
             const Chosen& chosen = routing.chosen[i];
             const float* part = parts + chosen.place * hidden;
-            for (size_t at = 0; at < hidden; ++at) delta[at] += part[at] * chosen.share;
+            const float share = experts.weighs_inputs ? 1.0f : chosen.share;
+            for (size_t at = 0; at < hidden; ++at) delta[at] += part[at] * share;
         }
         add_row(delta, layer.mlp_post_norm, model, rows.hidden + row * hidden);
     });

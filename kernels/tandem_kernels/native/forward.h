@@ -39,6 +39,30 @@ inline void norm_row(const float* x, const float* weight, float eps, const Input
         to.put(at, load_some(x + at, rest) * scale * load_some(weight + at, rest), rest);
 }
 
+// LayerNorm without a bias: y = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight
+inline void center_row(const float* x, const float* weight, float eps, const InputRow& to) {
+    float total = 0.0f;
+    for (int i = 0; i < to.in; ++i) total += x[i];
+    const float mean = total / to.in;
+    float squares = 0.0f;
+    for (int i = 0; i < to.in; ++i) squares += (x[i] - mean) * (x[i] - mean);
+    const float scale = 1.0f / std::sqrt(squares / to.in + eps);
+    int at = 0;
+    for (; at + kLanes <= to.in; at += kLanes)
+        to.put(at, (load(x + at) - mean) * scale * load(weight + at));
+    if (const int rest = to.in - at)
+        to.put(at, (load_some(x + at, rest) - mean) * scale * load_some(weight + at, rest), rest);
+}
+
+// Normalizes a row of the residual stream.
+inline void norm_hidden(const Model& model, const float* x, const float* weight,
+                        const InputRow& to) {
+    if (model.centers_norms && weight != nullptr)
+        center_row(x, weight, model.norm_eps, to);
+    else
+        norm_row(x, weight, model.norm_eps, to);
+}
+
 // Rotates a head (RoPE) and writes the result to `to`.
 template <class T>
 inline void rotate(const float* head, const float* cosines, const float* sines, int dim,
@@ -85,20 +109,24 @@ void place_row(const Model& model, const Layer& layer, const Step& step, int ind
         layer.rope * step.table_floats + static_cast<size_t>(step.positions[row]) * half;
     const float *cosines = step.cosines + first_angle, *sines = step.sines + first_angle;
     const bool norms_each = layer.q_norm != nullptr && !model.norms_all_heads;
+    const float factor = model.attention_scale * step.query_factor(layer, row);
+    const auto turn = [&](float* head, const float* norm, float scale) {
+        if (norms_each && !model.norms_rotated) norm_head(head, norm, dim, model.norm_eps);
+        const bool scales_later = norms_each && model.norms_rotated;
+        rotate(head, cosines, sines, dim, scales_later ? 1.0f : scale, head);
+        if (!scales_later) return;
+        norm_head(head, norm, dim, model.norm_eps);
+        for (int i = 0; i < dim; ++i) head[i] *= scale;
+    };
     if (layer.q_norm != nullptr && model.norms_all_heads) {
         const int width = model.num_heads * dim;
         norm_head(heads, layer.q_norm, width, model.norm_eps);
         norm_head(heads + width, layer.k_norm, model.num_kv_heads * dim, model.norm_eps);
     }
-    for (int h = 0; h < model.num_heads; ++h) {
-        float* head = heads + h * dim;
-        if (norms_each) norm_head(head, layer.q_norm, dim, model.norm_eps);
-        rotate(head, cosines, sines, dim, model.attention_scale, head);
-    }
+    for (int h = 0; h < model.num_heads; ++h) turn(heads + h * dim, layer.q_norm, factor);
     for (int h = 0; h < model.num_kv_heads; ++h) {
         float* key = heads + (model.num_heads + h) * dim;
-        if (norms_each) norm_head(key, layer.k_norm, dim, model.norm_eps);
-        rotate(key, cosines, sines, dim, 1.0f, key);
+        turn(key, layer.k_norm, 1.0f);
         store_rows(model, step, key, key + model.num_kv_heads * dim,
                    Place<T>(model, step, index, row, h));
     }
@@ -256,8 +284,8 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
                     Place<decltype(kept)>(model, step, index, row, h).fetch(model);
             });
         }
-        norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.attention_norm,
-                 model.norm_eps, normed.row(row));
+        norm_hidden(model, rows.hidden + static_cast<size_t>(row) * model.hidden,
+                    layer.attention_norm, normed.row(row));
     });
     rows.laps->end(NORM, team.own_thread);
     const Output projected{rows.projected, width, Into::kSet};
@@ -343,8 +371,8 @@ inline Inputs gate_normed(const Model& model, int index, const Step& step, const
     const Layer& layer = model.layers[index];
     const Inputs normed = inputs_of(layer.mlp.gate_up, rows.input, step.num_rows, rows.rounded);
     team.each(step.num_rows, [&](int row) {
-        norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
-                 model.norm_eps, normed.row(row));
+        norm_hidden(model, rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
+                    normed.row(row));
     });
     rows.laps->end(NORM, team.own_thread);
     return gate_all(model, index, step, normed, rows, team);
@@ -356,6 +384,25 @@ inline void add_mlp(const Model& model, int index, const Step& step, const Rows&
     const Inputs gated = gate_normed(model, index, step, rows, team);
     add_product(model, layer.mlp.down, gated, layer.mlp_post_norm, DOWN, rows, index,
                 &LoraLayer::down, team);
+}
+
+// Adds the attention output and the MLP to the residual stream. Both read the stream as it was
+// before.
+inline void add_parallel(const Model& model, int index, const Step& step, const Inputs& attended,
+                         const Rows& rows, const Team& team) {
+    const Layer& layer = model.layers[index];
+    const size_t hidden = model.hidden;
+    const Output delta{rows.delta, hidden, Into::kSet};
+    linear(layer.attention_out, attended, delta, team);
+    team.wait();
+    add_lora(rows.lora, index, &LoraLayer::attention_out, attended, delta, team);
+    rows.laps->end(ATTENTION_OUT, team.own_thread);
+    const Inputs gated = gate_normed(model, index, step, rows, team);
+    team.each(step.num_rows, [&](int row) {
+        add_row(rows.delta + row * hidden, nullptr, model, rows.hidden + row * hidden);
+    });
+    rows.laps->end(NORM, team.own_thread);
+    add_product(model, layer.mlp.down, gated, nullptr, DOWN, rows, index, &LoraLayer::down, team);
 }
 
 // Computes attention and the MLP or experts, and adds them to the residual stream.
@@ -377,6 +424,7 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
     sums.add_heads(team);
     rows.laps->end(ATTENTION, team.own_thread);
     if (is_latent) attended = values_of_heads(model, index, step, rows, buffer, team);
+    if (model.is_parallel) return add_parallel(model, index, step, attended, rows, team);
     add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
                 index, &LoraLayer::attention_out, team);
     if (layer.experts != nullptr)
@@ -520,8 +568,8 @@ inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
         float* buffer = scratch.of_thread[team.own_thread].of(attention_floats(model, step));
         finish_layer(model, step, model.num_layers - 1, rows, items, sums, buffer, team);
         team.each(step.num_logit_rows, [&](int i) {
-            norm_row(rows.hidden + static_cast<size_t>(step.logit_rows[i]) * model.hidden,
-                     model.final_norm, model.norm_eps, last.row(i));
+            norm_hidden(model, rows.hidden + static_cast<size_t>(step.logit_rows[i]) * model.hidden,
+                        model.final_norm, last.row(i));
         });
         rows.laps->end(NORM, team.own_thread);
         linear(model.output, last, {step.logits, static_cast<size_t>(model.vocab), Into::kSet},

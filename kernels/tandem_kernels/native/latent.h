@@ -88,10 +88,11 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
         const float *cosines = step.cosines + angle, *sines = step.sines + angle;
         const float* from = queries + row * stride;
         float* to = rows.queries + static_cast<size_t>(row) * num_heads * dim + latent.kv_rank;
+        const float factor = model.attention_scale * step.query_factor(layer, row);
         for (int head = 0; head < num_heads; ++head, from += q_dim, to += dim) {
-            put_row(from, model.attention_scale,
+            put_row(from, factor,
                     inputs_of_head(latent.keys, head, rows, step.num_rows).row(row));
-            rotate(from + latent.plain, cosines, sines, latent.rope, model.attention_scale, to);
+            rotate(from + latent.plain, cosines, sines, latent.rope, factor, to);
         }
         float* token = rows.projected + (row + 1) * width - dim;
         by_kv_kind(step, [&](auto kept) {

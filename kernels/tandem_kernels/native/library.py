@@ -71,7 +71,15 @@ class Experts(Structure):
         ("correction", c_void_p),
         *(
             (name, c_int32)
-            for name in ("num", "top_k", "is_normalized", "num_groups", "top_groups")
+            for name in (
+                "num",
+                "top_k",
+                "is_normalized",
+                "has_sigmoids",
+                "weighs_inputs",
+                "num_groups",
+                "top_groups",
+            )
         ),
         ("scale", c_float),
     )
@@ -132,7 +140,10 @@ class Model(Structure):
         ),
         ("norm_eps", c_float),
         ("num_threads", c_int32),
-        ("norms_all_heads", c_int32),
+        *(
+            (name, c_int32)
+            for name in ("norms_all_heads", "norms_rotated", "centers_norms", "is_parallel")
+        ),
         *(
             (name, c_float)
             for name in (
@@ -184,6 +195,7 @@ class Step(Structure):
                 "positions",
                 "cosines",
                 "sines",
+                "query_factors",
                 "spans",
                 "logit_rows",
                 "groups",
@@ -197,6 +209,7 @@ class Step(Structure):
             for name in ("num_rows", "num_spans", "num_logit_rows", "block_size", "kv_kind")
         ),
         ("table_floats", c_int64),
+        ("table_positions", c_int64),
         ("adapted", POINTER(LoraRows)),
         ("num_adapted", c_int32),
         ("lora_rank", c_int32),
@@ -420,6 +433,14 @@ class Library:
         found = np.empty((len(rows), hidden_size), np.float32)
         self._library.tandem_final_hidden(decoder, address(rows), len(rows), address(found))
         return found
+
+    def state_operation(
+        self, name: str, operation: Structure, num_threads: int, instructions: str | None
+    ) -> None:
+        """Calls the function `name` of api.cpp for an operation of state.h."""
+        wanted = instructions.encode() if instructions else None
+        function = self._function(name, None, [c_char_p, c_void_p, c_int32])
+        function(wanted, byref(operation), num_threads)
 
     def take_stages(self, decoder: int) -> dict[Stage, float]:
         """Returns the seconds that steps spent in each stage since the last call of this

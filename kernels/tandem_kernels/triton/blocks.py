@@ -40,9 +40,9 @@ def copy(
     target: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> None:
-    """Copies block source_ids[i] of a contiguous pool [num_blocks, ...] to block target_ids[i] of a
-    pool with blocks of the same shape. The ids are [n] int64. Both pools may be the same one, but
-    no block may be both read and written."""
+    """Copies block source_ids[i] of a pool [num_blocks, ...] to block target_ids[i] of a pool with
+    blocks of the same shape. Each block is contiguous. The ids are [n] int64. Both pools may be the
+    same one, but no block may be both read and written."""
     assert source.shape[1:] == target.shape[1:]
     assert len(source_ids) == len(target_ids)
     _move(_words(source), _words(target), source_ids, target_ids)
@@ -60,8 +60,9 @@ def pack_spans(layers: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """Returns a view of blocks as int32 [n, 1, words], with one span per block."""
-    assert blocks.is_contiguous()
+    """Returns a view of blocks, each of which is contiguous, as int32 [n, 1, words], with one span
+    per block."""
+    assert blocks[:1].is_contiguous()
     return blocks.view(blocks.shape[0], 1, math.prod(blocks.shape[1:])).view(torch.int32)
 
 

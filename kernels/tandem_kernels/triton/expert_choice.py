@@ -20,6 +20,7 @@ def choose_experts(
     is_normalized: bool,
     groups: tuple[int, int] | None = None,
     scale: float = 1.0,
+    has_sigmoids: bool = False,
     correction: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the numbers of the chosen experts, int32, and their weights, fp32, both [T, top_k].
@@ -28,7 +29,8 @@ def choose_experts(
     is_normalized  the weights of a token are divided by their sum
     groups         (number of groups, number of groups chosen per token); None: no groups
     scale          factor of the weights
-    correction     fp32 [experts]; None: the score of an expert is a softmax, not a sigmoid
+    has_sigmoids   the score of an expert is the sigmoid of its logit, not a softmax
+    correction     fp32 [experts], which is added to the scores to rank experts; or None
     """
     num_tokens, num_experts = logits.shape
     num_groups, top_groups = groups or (1, 1)
@@ -51,6 +53,7 @@ def choose_experts(
         NUM_GROUPS=num_groups,
         TOP_GROUPS=top_groups,
         IS_NORMALIZED=is_normalized,
+        HAS_SIGMOIDS=has_sigmoids,
         HAS_CORRECTION=correction is not None,
         num_warps=NUM_WARPS,
     )
@@ -72,6 +75,7 @@ def _choose_experts(
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
+    HAS_SIGMOIDS: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -80,14 +84,15 @@ def _choose_experts(
     least = float("-inf")
     x = tl.load(logits + token * stride_token + experts, mask=is_expert, other=least)
     x = x.to(tl.float32)
-    if HAS_CORRECTION:
+    if HAS_SIGMOIDS:
         scores = tl.sigmoid(x)
-        ranks = scores + tl.load(correction + experts, mask=is_expert, other=0.0)
-        ranks = tl.where(is_expert, ranks, least)
     else:
         powers = tl.exp(x - tl.max(x, 0))
         scores = powers / tl.sum(powers, 0)
-        ranks = x
+    ranks = x
+    if HAS_CORRECTION:
+        ranks = scores + tl.load(correction + experts, mask=is_expert, other=0.0)
+        ranks = tl.where(is_expert, ranks, least)
     if TOP_GROUPS < NUM_GROUPS:
         SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
         group_of = experts // SIZE

@@ -41,11 +41,16 @@ class ExpertTiles:
     num_experts: int
 
 
-def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
-    """Groups the slots into tiles. `chosen` [T, top_k] has the experts of each token."""
+def tile_by_expert(
+    chosen: torch.Tensor, num_experts: int, first: int = 0, num_all: int | None = None
+) -> ExpertTiles:
+    """Groups the slots into tiles. `chosen` [T, top_k] has the experts of each token. Only slots of
+    the `num_experts` experts from number `first` on are in a tile, and these experts are then
+    numbered from 0. `num_all` is the number of all experts; None: `num_experts`."""
     experts = chosen.flatten()
     num_slots = len(experts)
-    tile_rows = next((r for r in _TILE_ROWS if num_slots <= r * num_experts), _TILE_ROWS[-1])
+    average = num_slots / (num_all or num_experts)
+    tile_rows = next((rows for rows in _TILE_ROWS if average <= rows), _TILE_ROWS[-1])
     num_tiles = num_slots // tile_rows + min(num_slots, num_experts)
     slots = torch.empty(num_tiles * tile_rows, dtype=torch.int32, device=chosen.device)
     tile_experts = torch.empty(num_tiles, dtype=torch.int32, device=chosen.device)
@@ -55,6 +60,7 @@ def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
         tile_experts,
         num_slots,
         num_tiles,
+        first,
         NUM_EXPERTS=num_experts,
         BINS=next_power_of_2(num_experts + 1),
         TILE_ROWS=tile_rows,
@@ -122,20 +128,21 @@ def mix(parts: torch.Tensor, shares: torch.Tensor, shared: torch.Tensor | None) 
     return out
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_tiles"])
+@triton.jit(do_not_specialize=["num_slots", "num_tiles", "first_expert"])
 def _tile_by_expert(
     experts,
     slots,
     tile_experts,
     num_slots,
     num_tiles,
+    first_expert,
     NUM_EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Each program writes the tiles of one expert. Number NUM_EXPERTS, which no slot has, writes
-    the tiles without slots.
+    """Each program writes the tiles of one expert. Number NUM_EXPERTS, which stands for all experts
+    of other ranks, writes the tiles without slots.
 
     Each program counts the slots of all experts, and so knows where its own tiles begin.
     """
@@ -145,7 +152,7 @@ def _tile_by_expert(
     counts = tl.zeros((BINS,), tl.int32)
     for first in range(0, num_slots, SLOTS):
         is_slot = first + at < num_slots
-        chosen = tl.load(experts + first + at, mask=is_slot, other=NUM_EXPERTS).to(tl.int32)
+        chosen = _own_expert(experts + first + at, is_slot, first_expert, NUM_EXPERTS)
         counts += tl.histogram(chosen, BINS)
     tiles = tl.where(bins < NUM_EXPERTS, (counts + TILE_ROWS - 1) // TILE_ROWS, 0)
     first_tile = tl.sum(tl.where(bins < expert, tiles, 0), 0)
@@ -157,7 +164,7 @@ def _tile_by_expert(
     if expert < NUM_EXPERTS:
         for first in range(0, num_slots, SLOTS):
             is_slot = first + at < num_slots
-            chosen = tl.load(experts + first + at, mask=is_slot, other=NUM_EXPERTS).to(tl.int32)
+            chosen = _own_expert(experts + first + at, is_slot, first_expert, NUM_EXPERTS)
             is_mine = (chosen == expert).to(tl.int32)
             places = placed + tl.cumsum(is_mine, 0) - 1
             tl.store(slots + places, first + at, mask=is_mine > 0)
@@ -166,6 +173,15 @@ def _tile_by_expert(
         tl.store(slots + first + at, -1, mask=first + at < end_tile * TILE_ROWS)
     for first in range(first_tile, end_tile, SLOTS):
         tl.store(tile_experts + first + at, expert, mask=first + at < end_tile)
+
+
+@triton.jit
+def _own_expert(at, is_slot, first_expert, NUM_EXPERTS: tl.constexpr):
+    """Returns the experts of slots, counted from `first_expert`; NUM_EXPERTS for experts of other
+    ranks and where there is no slot."""
+    expert = tl.load(at, mask=is_slot, other=-1).to(tl.int32) - first_expert
+    is_own = is_slot & (expert >= 0) & (expert < NUM_EXPERTS)
+    return tl.where(is_own, expert, NUM_EXPERTS)
 
 
 @tuned(CONFIGS, [*KEY, "SLOTS_OF_ROW"], fits)
@@ -264,8 +280,11 @@ def _mix(
     total = tl.zeros((COLUMNS,), tl.float32)
     for choice in range(TOP_K):
         slot = token * TOP_K + choice
-        part = tl.load(parts + slot * num_out + columns, mask=is_column, other=0.0)
-        total += part.to(tl.float32) * tl.load(shares + slot).to(tl.float32)
+        share = tl.load(shares + slot).to(tl.float32)
+        # A slot of an expert of another rank has no share, and nothing was written for it.
+        num_written = tl.where(share != 0.0, num_out, 0)
+        part = tl.load(parts + slot * num_out + columns, mask=columns < num_written, other=0.0)
+        total += part.to(tl.float32) * share
     if HAS_SHARED:
         added = tl.load(shared + token * num_out + columns, mask=is_column, other=0.0)
         total += added.to(tl.float32)

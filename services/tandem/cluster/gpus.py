@@ -1,15 +1,16 @@
-"""Finds the GPUs of a host, and assigns one to each worker process.
+"""Finds the GPUs of a host, and assigns some to each worker process.
 
-Each worker uses one GPU. The variable CUDA_VISIBLE_DEVICES of the worker's process names this GPU,
-so CUDA shows no other GPU to the process. Otherwise a thread of the engine could use a wrong GPU by
-mistake, because each thread has a current CUDA device of its own.
+Each worker uses one GPU, or one for each of its tensor-parallel ranks. The variable
+CUDA_VISIBLE_DEVICES of the worker's process names these GPUs, so CUDA shows no other GPU to the
+process. Otherwise a thread of the engine could use a wrong GPU by mistake, because each thread has
+a current CUDA device of its own.
 
 This module imports neither torch nor CUDA, and does not depend on pools.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -32,32 +33,35 @@ def count_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> int:
     return len(_visible(text, num_gpus))
 
 
-def with_gpu(environment: Mapping[str, str], gpu: int | None) -> dict[str, str]:
-    """Builds the environment of a process that sees only this GPU of its host.
+def with_gpus(environment: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
+    """Builds the environment of a process that sees only these GPUs of its host.
 
-    If the host's CUDA_VISIBLE_DEVICES is set, `gpu` is an index into its list: with "4,5" and `gpu`
-    1, the process gets "5". If `gpu` is None, the environment is unchanged.
+    If the host's CUDA_VISIBLE_DEVICES is set, `gpus` are indices into its list: with "4,5" and the
+    index 1, the process gets "5". If `gpus` is empty, the environment is unchanged.
     """
-    if gpu is None:
+    if not gpus:
         return dict(environment)
     text = environment.get(VISIBLE)
-    return {**environment, VISIBLE: str(gpu) if text is None else _visible(text)[gpu]}
+    names = map(str, gpus) if text is None else (_visible(text)[gpu] for gpu in gpus)
+    return {**environment, VISIBLE: ",".join(names)}
 
 
 def least_used(
-    num_gpus: Mapping[str, int], used: Iterable[tuple[str, int]]
-) -> dict[str, tuple[int, int]]:
-    """Finds the GPU with the fewest workers on each host that has GPUs.
+    num_gpus: Mapping[str, int], used: Iterable[tuple[str, int]], num_wanted: int = 1
+) -> dict[str, tuple[int, list[int]]]:
+    """Finds the `num_wanted` GPUs with the fewest workers on each host that has as many GPUs.
 
-    Returns host id -> (number of workers on that GPU, index of that GPU). `num_gpus` maps host ids
-    to numbers of GPUs. `used` has the (host id, GPU index) of each worker.
+    Returns host id -> (largest number of workers on one of those GPUs, indices of those GPUs).
+    `num_gpus` maps host ids to numbers of GPUs. `used` has the (host id, GPU index) of each worker,
+    once for each of its GPUs.
     """
     uses = Counter(used)
-    return {
-        host_id: min((uses[host_id, gpu], gpu) for gpu in range(number))
-        for host_id, number in num_gpus.items()
-        if number
-    }
+    found = {}
+    for host_id, number in num_gpus.items():
+        if number >= num_wanted:
+            pairs = sorted((uses[host_id, gpu], gpu) for gpu in range(number))[:num_wanted]
+            found[host_id] = pairs[-1][0], sorted(gpu for _, gpu in pairs)
+    return found
 
 
 def _visible(text: str, num_gpus: int = 0) -> list[str]:

@@ -42,7 +42,7 @@ def describe(
                     "exit": m.ending,
                     "is_stopped": m.is_stopped,
                     "since": m.since,
-                    **({"gpu": m.gpu} if m.gpu is not None else {}),
+                    **({"gpus": m.gpus} if m.gpus else {}),
                     **({"host": m.host} if m.host else {}),
                     **({"placed_why": m.placed_why} if m.placed_why else {}),
                 }

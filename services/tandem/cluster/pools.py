@@ -63,8 +63,9 @@ class PoolCommand(msgspec.Struct, frozen=True):
     # chooses the ports of further processes on the host.
     ports: dict[str, int] = {}
     num_cores: int = 0  # number of cores to which each process is pinned; 0: it may use all cores
-    # cuda: each process needs a GPU. auto: each process uses a GPU if the host has one.
+    # cuda: each process needs GPUs. auto: each process uses GPUs if the host has them.
     device: Literal["cpu", "auto", "cuda"] = "cpu"
+    num_gpus: int = 1  # number of GPUs that each process needs, if it uses any
     # only with `on_nodes`: the Ray resources that one process of the pool takes, such as {"CPU": 4}
     resources: dict[str, float] = {}
 
@@ -152,7 +153,7 @@ class Member(msgspec.Struct, frozen=True):
     num_losses: int = 0
     # why the member is not on another host (text of `far_reason`); empty: no host was far
     placed_why: str = ""
-    gpu: int | None = None  # index of the worker's GPU on the host; None: it has no GPU
+    gpus: list[int] = []  # indices of the worker's GPUs on the host
 
     @property
     def agent_name(self) -> str:
@@ -278,23 +279,27 @@ def with_free_gpu(
     returns an empty list and the reason.
 
     The best hosts are those that have a GPU with the fewest workers. For example, if each GPU of
-    host A has a worker and one GPU of host B has none, only B is returned.
+    host A has a worker and one GPU of host B has none, only B is returned. If a worker needs
+    several GPUs, the one of them with the most workers counts.
 
-    If no host has a GPU, all hosts are returned for a pool whose workers can also run on CPUs. In a
-    cluster of one machine, this machine is returned even if the pool needs a GPU, because it may
-    have a GPU that was not found. If it has none, the worker itself reports the error.
+    If no host has enough GPUs, all hosts are returned for a pool whose workers can also run on
+    CPUs. In a cluster of one machine, this machine is returned even if the pool needs a GPU,
+    because it may have a GPU that was not found. If it has none, the worker itself reports the
+    error.
     """
-    device = spec.pools[pool].device
-    gpus = _least_used_gpus(hosts, members)
+    device, needed = spec.pools[pool].device, spec.pools[pool].num_gpus
+    gpus = _least_used_gpus(hosts, members, needed)
     if device == "cpu" or not (gpus or (device == "cuda" and spec.host_id)):
         return hosts, ""
     if not gpus:
-        return [], "no host has a GPU (or CUDA_VISIBLE_DEVICES names GPUs that do not exist)"
+        what = "a GPU" if needed == 1 else f"{needed} GPUs"
+        return [], f"no host has {what} (or CUDA_VISIBLE_DEVICES names GPUs that do not exist)"
     fewest = min(uses for uses, _ in gpus.values())
     limit = spec.workers_per_gpu
     if limit is not None and fewest >= limit:
         total = sum(host.num_gpus for host in hosts)
-        return [], f"no GPU is free ({total} in total, --workers-per-gpu {limit})"
+        free = "no GPU is free" if needed == 1 else f"no host has {needed} free GPUs"
+        return [], f"{free} ({total} in total, --workers-per-gpu {limit})"
     return [h for h in hosts if h.host_id in gpus and gpus[h.host_id][0] == fewest], ""
 
 
@@ -368,7 +373,7 @@ def _host_to_move_to(
     by_host = Counter(m.host for m in current)
     if found is None or max(by_host.values(), default=0) < by_host[found[0].host_id] + 2:
         return None
-    gpus = {} if spec.pools[pool].device == "cpu" else _least_used_gpus([found[0]], members)
+    gpus = _gpus_for(spec, pool, members, found[0])
     return None if any(uses for uses, _ in gpus.values()) else found
 
 
@@ -454,7 +459,7 @@ def _next_member(
     number = next(n for n in range(len(taken) + 1) if f"{pool}-{n}" not in taken)
     ordinal = 1 + max((m.ordinal for m in members), default=-1)
     cores = _least_used_cores(host, members, spec.pools[pool].num_cores)
-    gpus = {} if spec.pools[pool].device == "cpu" else _least_used_gpus([host], members)
+    gpus = _gpus_for(spec, pool, members, host)
     first = not any(m.has_ports for m in members if (m.pool, m.host) == (pool, host.host_id))
     return Member(
         member_id=f"{pool}-{number}",
@@ -464,19 +469,29 @@ def _next_member(
         host=host.host_id,
         has_ports=bool(spec.pools[pool].ports) and first,
         placed_why=placed_why,
-        gpu=gpus[host.host_id][1] if gpus else None,
+        gpus=gpus[host.host_id][1] if gpus else [],
     )
 
 
+def _gpus_for(
+    spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host
+) -> dict[str, tuple[int, list[int]]]:
+    """Finds the GPUs of a host for one more member of a pool, as `_least_used_gpus` does."""
+    command = spec.pools[pool]
+    if command.device == "cpu":
+        return {}
+    return _least_used_gpus([host], members, command.num_gpus)
+
+
 def _least_used_gpus(
-    hosts: Sequence[Host], members: Sequence[Member]
-) -> dict[str, tuple[int, int]]:
-    """Finds the least used GPU of each host that has GPUs. Returns host id -> (number of the GPU's
-    workers, index of the GPU). A draining worker counts, because it holds GPU memory until it ends.
-    """
+    hosts: Sequence[Host], members: Sequence[Member], num_wanted: int
+) -> dict[str, tuple[int, list[int]]]:
+    """Finds the `num_wanted` least used GPUs of each host that has as many. Returns host id ->
+    (largest number of workers on one of them, indices of the GPUs). A draining worker counts,
+    because it holds GPU memory until it ends."""
     current = [m for m in members if m.state not in ("gone", "lost")]
-    used = [(m.host, m.gpu) for m in current if m.gpu is not None]
-    return least_used({host.host_id: host.num_gpus for host in hosts}, used)
+    used = [(m.host, gpu) for m in current for gpu in m.gpus]
+    return least_used({host.host_id: host.num_gpus for host in hosts}, used, num_wanted)
 
 
 def _least_used_cores(host: Host, members: Sequence[Member], num: int) -> list[int]:

@@ -76,8 +76,13 @@ class Engine:
         self.max_model_len = runner.max_model_len
         self.max_tokens_per_step = config.max_tokens_per_step or runner.tokens_per_step
         config = runner.with_pool_size(config, self.max_tokens_per_step)
-        self.layout = divide_pool(runner.layout, config, step_tokens=self.max_tokens_per_step)
-        runner.allocate(*self.layout.sizes)
+        sizes = divide_pool(
+            lambda *num_blocks: runner.layout(*num_blocks).of_rank(runner.num_pools),
+            config,
+            step_tokens=self.max_tokens_per_step,
+        ).sizes
+        self.layout = runner.layout(*sizes)
+        runner.allocate(*sizes)
         self._runner = runner
         self._config = config
         self._adapters = AdapterSlots(

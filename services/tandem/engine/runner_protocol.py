@@ -34,12 +34,15 @@ class Runner(AdapterRunner, Protocol):
     # True: `forward` may be called with a batch that is launched ahead (StepBatch.is_ahead). It
     # pays if the host and the device work at the same time.
     launches_ahead: bool
+    # Number of ranks with a KV pool each, which has the heads of the rank; 1 if one pool has all
+    # heads.
+    num_pools: int
 
-    kv: torch.Tensor  # all pools, one after the other; set by `allocate`
+    kv: torch.Tensor  # all pools of rank 0, one after the other; set by `allocate`
 
     def layout(self, *num_blocks: int) -> KvLayout:
-        """Returns the layout of the pools for these numbers of blocks, one number per KV group.
-        Without numbers, each pool has one block."""
+        """Returns the layout of whole blocks, with all heads, for these numbers of blocks, one
+        number per KV group. Without numbers, each pool has one block."""
 
     def with_pool_size(self, config: EngineConfig, step_tokens: int) -> EngineConfig:
         """Returns the settings with the size of the KV pool for steps of at most `step_tokens`

@@ -45,7 +45,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.errors import BadRequest, ConfigError
-from tandem.models.files import first_line, naming
+from tandem.models.files import first_line, naming, read_json_if_any
 from tandem.models.tokenizer_settings import is_token, read_tokenizer_settings
 
 RENDER_S_MAX = 5.0  # maximum seconds to render one chat; typical chats take milliseconds
@@ -58,6 +58,9 @@ _ERRORS = (jinja2.TemplateError, MemoryError, RuntimeError, *_PYTHON_ERRORS)
 _SPECIAL_TOKENS = tuple(
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
+_TEMPLATES = Path(__file__).parent / "templates"
+# model_type of config.json -> template
+_BUILT_IN = {"deepseek_v32": "deepseek_v32.jinja", "deepseek_v4": "deepseek_v4.jinja"}
 NO_OPTIONS: Mapping[str, Any] = {}
 # Keys under which templates read an assistant's reasoning. Messages that are passed to `render` use
 # the first of these keys.
@@ -272,7 +275,8 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
-        """Reads the chat template of a model folder; returns None if it has no template.
+        """Reads the chat template of a model folder. If it has none, the built-in template of its
+        model_type is used; returns None if there is none, either.
 
         The default template is in chat_template.jinja, else in `tokenizer_config`, else in
         chat_template.json. A second template for chats with tools is in
@@ -301,7 +305,7 @@ class ChatTemplate:
                     template = cls(source, tokens, earlier)
                     # The traits are computed now, so that the first request does not wait for them.
                     _ = template._traits
-        return template
+        return template or _built_in(folder, tokens)
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -536,14 +540,15 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """Implements `{% generation %}`: the body is rendered unchanged. Templates mark the assistant's
-    text with this tag for training."""
+    """Implements `{% generation %}`: the body is rendered unchanged, in a scope of its own.
+    Templates mark the assistant's text with this tag for training."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 class _Clock(threading.local):
@@ -628,6 +633,17 @@ def _tojson(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _built_in(folder: Path, tokens: Mapping[str, Any]) -> ChatTemplate | None:
+    """Returns the template of a family whose checkpoints have Python code in place of one."""
+    config = read_json_if_any(folder / "config.json")
+    file = _BUILT_IN.get(str(config.get("model_type")))
+    if file is None:
+        return None
+    template = ChatTemplate((_TEMPLATES / file).read_text(encoding="utf-8"), tokens)
+    _ = template._traits
+    return template
 
 
 def _template_named(template: str | list[dict[str, str]] | None, name: str) -> str | None:

@@ -25,6 +25,18 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(why)
     if why := why_not_tensor_parallel(model, options.tensor_parallel):
         raise ConfigError(why)
+    if options.expert_parallel and (why := _why_not_expert_parallel(model, options)):
+        raise ConfigError(f"expert-parallel is set, but {why}; remove expert-parallel")
+
+
+def _why_not_expert_parallel(model: ModelConfig, options: EngineOptions) -> str:
+    """Returns the reason why the ranks cannot each have some of the experts; "" if they can."""
+    nums = [layer.experts.num for layer in model.layers if layer.experts is not None]
+    if not nums:
+        return "the model has no experts"
+    if min(nums) < options.tensor_parallel:
+        return f"the model has {min(nums)} experts for {options.tensor_parallel} ranks"
+    return ""
 
 
 def _why_not_transformers(options: EngineOptions) -> str:
@@ -47,6 +59,8 @@ def _why_not_transformers(options: EngineOptions) -> str:
 def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
     """Returns the reason why this number of ranks cannot share the heads of the model; "" if they
     can. A rank has whole query heads, and whole KV heads or a copy of one."""
+    if num_ranks > 1 and (why := why_only_torch(model)):
+        return f"tensor-parallel is {num_ranks}; it must be 1 for this model: {why}"
     num_heads = model.num_attention_heads
     num_kv_heads = model.num_kv_heads
 
@@ -61,6 +75,20 @@ def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
         f"{num_kv_heads} KV heads cannot be divided among {num_ranks} ranks; possible are "
         f"{possible}"
     )
+
+
+def why_only_torch(model: ModelConfig) -> str:
+    """Returns why only the torch kernels can compute a model; "" if others can, too."""
+    for layer in model.layers:
+        if layer.kv_source is not None:
+            return "only the torch kernels share the KV of a layer with later layers"
+        if layer.heads is not None:
+            return "only the torch kernels compute layers with heads of different sizes"
+    if model.value_dim is not None:
+        return "only the torch kernels compute values of another size than keys"
+    if model.per_layer_inputs is not None:
+        return "only the torch kernels compute embeddings for each layer"
+    return ""
 
 
 def max_context(options: EngineOptions, model: ModelConfig) -> int:
@@ -78,6 +106,8 @@ def max_context(options: EngineOptions, model: ModelConfig) -> int:
 
 def why_not_kv_dtype(model: ModelConfig, dtype: str) -> str:
     """Returns the reason why the model's KV cannot have this dtype; "" if it can."""
+    if is_quantized(dtype) and (why := why_only_torch(model)):
+        return f"the KV dtype {dtype} is not supported for this model: {why}"
     if model.latent is None or not is_quantized(dtype):
         return ""
     if dtype != "int8":

@@ -1,7 +1,7 @@
 """Reads a peer's blocks over NIXL or CUDA IPC, in the transfer thread of the engine process."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -9,7 +9,7 @@ import msgspec
 from tandem.errors import LeaseLost, WorkerLost
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.protocol import BlockPull
-from tandem.transfer.reads.messages import PullResult, RemotePool
+from tandem.transfer.reads.messages import PeerRank, PullResult, RemotePool
 
 EngineTransportName = Literal["nixl", "cuda_ipc"]
 
@@ -21,9 +21,10 @@ class ReadingEngine(Protocol):
     engine's transfer thread."""
 
     async def connect_peer(
-        self, peer_id: str, metadata: bytes, pool: RemotePool, transport: str
+        self, peer_id: str, ranks: Sequence[PeerRank], transport: str
     ) -> list[tuple[int, float]]:
-        """Connects a peer and tests the connection. Returns (bytes, seconds) of a few test reads.
+        """Connects a peer, whose ranks are given in order, and tests the connection. Returns
+        (bytes, seconds) of a few test reads.
 
         Raises TandemError if the peer cannot be read.
         """
@@ -48,10 +49,16 @@ class EngineTransport:
         self._engine = engine
 
     async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
-        pool = msgspec.msgpack.decode(offer.pool, type=RemotePool)
-        metadata = offer.nixl_metadata if self.name == "nixl" else offer.cuda_ipc_metadata
+        rows: Sequence[pb.ConnectResponse | pb.RankPool] = (offer, *offer.other_ranks)
+        ranks = [
+            PeerRank(
+                rank.nixl_metadata if self.name == "nixl" else rank.cuda_ipc_metadata,
+                msgspec.msgpack.decode(rank.pool, type=RemotePool),
+            )
+            for rank in rows
+        ]
         try:
-            return await self._engine.connect_peer(self._peer_id, metadata, pool, self.name)
+            return await self._engine.connect_peer(self._peer_id, ranks, self.name)
         except TimeoutError as error:
             raise WorkerLost(str(error) or "the engine did not answer in time") from None
 

@@ -21,7 +21,7 @@ the KV pool is an address and a size.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -144,14 +144,14 @@ class TransferThread:
             raise InternalError(f"the transfer thread did not stop in {STOP_DEADLINE_S:g} s")
 
     def connect(
-        self, peer_id: str, metadata: bytes, pool: messages.RemotePool, transport: str = "nixl"
+        self, peer_id: str, ranks: Sequence[messages.PeerRank], transport: str = "nixl"
     ) -> None:
         """Connects a peer over a transport, "nixl" or "cuda_ipc", and tests the connection with
-        reads into scratch memory.
+        reads into scratch memory. `ranks` has the peer's ranks in order.
 
         One `PeerConnected` event reports the result.
         """
-        self._enqueue(lambda: self._connect(peer_id, metadata, pool, transport))
+        self._enqueue(lambda: self._connect(peer_id, ranks, transport))
 
     def disconnect(self, peer_id: str, transport: str = "nixl") -> None:
         self._enqueue(lambda: self._disconnect(peer_id, transport))
@@ -235,13 +235,11 @@ class TransferThread:
         reads = tuple(probing.reads[1:]) if result.done else ()
         self._on_event(messages.PeerConnected(peer_id, result.error, reads, transport))
 
-    def _connect(
-        self, peer_id: str, metadata: bytes, pool: messages.RemotePool, transport: str
-    ) -> None:
+    def _connect(self, peer_id: str, ranks: Sequence[messages.PeerRank], transport: str) -> None:
         error = self._why_not(transport)
         if not error:
             try:
-                self._readers[transport].connect(peer_id, metadata, pool)
+                self._readers[transport].connect(peer_id, ranks)
             except TandemError as raised:
                 error = raised.message
         if error:

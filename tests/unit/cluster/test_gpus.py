@@ -1,4 +1,4 @@
-"""A host has a number of GPUs, a worker gets one of them, and its process sees no other."""
+"""A host has a number of GPUs, a worker gets some of them, and its process sees no other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tandem.cluster.gpus import VISIBLE, count_gpus, with_gpu
+from tandem.cluster.gpus import VISIBLE, count_gpus, with_gpus
 from tandem.cluster.pool_state import describe, gpu_waits
 from tandem.cluster.pools import ClusterSpec, Host, Member, PoolCommand, lose, plan, revive
 from tandem.common.config.cluster import Pool
@@ -61,15 +61,20 @@ def test_the_variable_alone_counts_where_nothing_else_is_found(tmp_path: Path) -
 
 
 def test_a_worker_sees_one_gpu_of_those_that_its_host_sees() -> None:
-    assert with_gpu({"A": "b"}, 2) == {"A": "b", VISIBLE: "2"}
-    assert with_gpu({VISIBLE: "6, 4,5"}, 1) == {VISIBLE: "4"}
-    assert with_gpu({VISIBLE: "GPU-5b1f,MIG-77aa"}, 1) == {VISIBLE: "MIG-77aa"}
-    assert with_gpu({VISIBLE: "6,4"}, None) == {VISIBLE: "6,4"}
-    assert with_gpu({}, None) == {}
+    assert with_gpus({"A": "b"}, [2]) == {"A": "b", VISIBLE: "2"}
+    assert with_gpus({"A": "b"}, [2, 3]) == {"A": "b", VISIBLE: "2,3"}
+    assert with_gpus({VISIBLE: "6, 4,5"}, [1]) == {VISIBLE: "4"}
+    assert with_gpus({VISIBLE: "6, 4,5"}, [0, 2]) == {VISIBLE: "6,5"}
+    assert with_gpus({VISIBLE: "GPU-5b1f,MIG-77aa"}, [1]) == {VISIBLE: "MIG-77aa"}
+    assert with_gpus({VISIBLE: "6,4"}, []) == {VISIBLE: "6,4"}
+    assert with_gpus({}, []) == {}
 
 
-def make_spec(device: str, limit: int | None, *, num_gpus: int = 0, host: str = "") -> ClusterSpec:
-    worker = msgspec.convert({"command": ["worker"], "device": device}, PoolCommand)
+def make_spec(
+    device: str, limit: int | None, *, num_gpus: int = 0, host: str = "", ranks: int = 1
+) -> ClusterSpec:
+    command = {"command": ["worker"], "device": device, "num_gpus": ranks}
+    worker = msgspec.convert(command, PoolCommand)
     return ClusterSpec(
         cluster_id="c",
         run_folder="/nowhere",
@@ -90,8 +95,14 @@ def running(members: list[Member]) -> list[Member]:
     return [msgspec.structs.replace(m, state="running") for m in members]
 
 
+def gpu_of(member: Member) -> int | None:
+    """The GPU of a worker that has at most one."""
+    assert len(member.gpus) < 2
+    return member.gpus[0] if member.gpus else None
+
+
 def on(members: list[Member]) -> list[tuple[str, str, int | None]]:
-    return [(m.member_id, m.host, m.gpu) for m in members]
+    return [(m.member_id, m.host, gpu_of(m)) for m in members]
 
 
 TWO: dict[Pool, int] = {"router": 1, "prefill": 2, "decode": 2}
@@ -100,22 +111,43 @@ DECODE: list[dict[Pool, int]] = [{"decode": size} for size in range(4)]
 
 def test_eight_gpus_are_shared_out_and_a_router_takes_none() -> None:
     add, _ = plan(make_spec("cuda", 1, num_gpus=8), TWO, [])
-    assert [m.gpu for m in add] == [None, 0, 1, 2, 3]
-    assert {m.gpu for m in plan(make_spec("cpu", None, num_gpus=8), TWO, [])[0]} == {None}
+    assert [gpu_of(m) for m in add] == [None, 0, 1, 2, 3]
+    assert {gpu_of(m) for m in plan(make_spec("cpu", None, num_gpus=8), TWO, [])[0]} == {None}
 
 
 def test_workers_that_may_share_take_free_gpus_first() -> None:
     add, _ = plan(make_spec("auto", None, num_gpus=3), TWO, [])
-    assert [m.gpu for m in add] == [None, 0, 1, 2, 0]
+    assert [gpu_of(m) for m in add] == [None, 0, 1, 2, 0]
     add, _ = plan(make_spec("cuda", 2, num_gpus=1), TWO, [])
     assert [m.member_id for m in add] == ["router-0", "decode-0", "prefill-0"]
-    assert [m.gpu for m in add] == [None, 0, 0]
+    assert [gpu_of(m) for m in add] == [None, 0, 0]
+
+
+def test_each_rank_has_a_gpu_that_no_other_rank_or_worker_has() -> None:
+    spec = make_spec("cuda", 1, num_gpus=8, ranks=2)
+    add, _ = plan(spec, TWO, [])
+    assert [m.gpus for m in add] == [[], [0, 1], [2, 3], [4, 5], [6, 7]]
+    left = running([m for m in add if m.gpus not in ([0, 1], [4, 5])])
+    one_more = [msgspec.structs.replace(left[1], member_id="decode-7", gpus=[1])]
+    (again,), _ = plan(spec, {**TWO, "prefill": 1, "decode": 2}, [*left, *one_more])
+    assert again.gpus == [0, 4], "the GPU 1 is in use"
+
+
+def test_ranks_wait_for_a_host_with_as_many_free_gpus() -> None:
+    spec = make_spec("cuda", 1, host="a", ranks=2)
+    there = hosts(a=3, b=1)
+    add, _ = plan(spec, DECODE[2], [], there)
+    assert [(m.host, m.gpus) for m in add] == [("a", [0, 1])]
+    why = "no host has 2 free GPUs (4 in total, --workers-per-gpu 1)"
+    assert gpu_waits(spec, DECODE[2], running(add), there) == {"decode": why}
+    few = hosts(a=1, b=1)
+    assert gpu_waits(spec, DECODE[2], [], few)["decode"].startswith("no host has 2 GPUs (or")
 
 
 def test_without_gpus_workers_go_where_they_went() -> None:
     for device in ("auto", "cuda"):
         add, _ = plan(make_spec(device, 1), TWO, [])
-        assert [m.gpu for m in add] == [None] * 5
+        assert [gpu_of(m) for m in add] == [None] * 5
 
 
 def test_a_worker_that_drains_keeps_its_gpu_until_it_is_gone() -> None:
@@ -126,7 +158,7 @@ def test_a_worker_that_drains_keeps_its_gpu_until_it_is_gone() -> None:
     assert plan(spec, wanted, [drains]) == ([], [])
     assert gpu_waits(spec, wanted, [drains], [spec.host]) != {}
     (again,), _ = plan(spec, wanted, [])
-    assert again.gpu == 0
+    assert again.gpus == [0]
 
 
 def test_a_worker_goes_to_a_host_with_a_free_gpu_and_waits_for_one() -> None:
@@ -145,7 +177,7 @@ def test_a_worker_goes_to_a_host_with_a_free_gpu_and_waits_for_one() -> None:
     assert waits == {"prefill": why}
     prefill = describe(TWO, add, waits=waits)["prefill"]
     assert isinstance(prefill, dict)
-    assert (prefill["waits_why"], prefill["agents"][0]["gpu"]) == (why, 0)
+    assert (prefill["waits_why"], prefill["agents"][0]["gpus"]) == (why, [0])
     joined = [*there, *hosts(d=1)]
     more, _ = plan(spec, TWO, running(add), joined)
     assert on(more) == [("prefill-1", "d", 0)]
@@ -186,7 +218,7 @@ def test_no_worker_moves_from_a_gpu_of_its_own_to_one_that_is_shared() -> None:
     decode, _ = plan(spec, DECODE[3], [], hosts(a=3))
     prefill, _ = plan(spec, {"prefill": 1, "decode": 0}, [], hosts(b=1))
     members = running([*decode, *(msgspec.structs.replace(m, ordinal=9) for m in prefill)])
-    assert {(m.host, m.gpu) for m in members} == {("a", 0), ("a", 1), ("a", 2), ("b", 0)}
+    assert {(m.host, gpu_of(m)) for m in members} == {("a", 0), ("a", 1), ("a", 2), ("b", 0)}
     assert plan(spec, wanted, members, hosts(a=3, b=1)) == ([], [])
 
 

@@ -109,16 +109,14 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         ),
         "role is 'router'; it must be one of prefill, decode",
     ),
-    (
-        lambda: WorkerConfig(
-            role="decode",
-            cluster=CLUSTER,
-            engine=EngineConfig(model="m", device="cuda", tensor_parallel=2),
-            worker_id="w",
-        ),
-        "tensor-parallel is 2 on GPUs, where each rank has a KV pool of its own",
-    ),
     (lambda: EngineConfig(model="m", ranks_share_gpu=True), "but tensor-parallel is 1"),
+    (lambda: EngineConfig(model="m", expert_parallel=True), "but tensor-parallel is 1"),
+    (
+        lambda: EngineConfig(
+            model="m", expert_parallel=True, tensor_parallel=2, numerics="invariant"
+        ),
+        "but numerics is invariant",
+    ),
     (
         lambda: RouterConfig(
             cluster=CLUSTER, model="m", served_model_name="m", hold_requests_max=0

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import torch
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from tandem_kernels.norm import rms_norm
+from tandem_kernels.norm import gated_rms_norm, rms_norm, rms_norm_of_gated
 
 
 def test_equals_the_formula_in_float64() -> None:
@@ -27,3 +29,12 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows() -> None:
     together = rms_norm(x, weight, 1e-5)
     for first, last in ((0, 1), (3, 19), (16, 64)):
         assert torch.equal(rms_norm(x[first:last], weight, 1e-5), together[first:last])
+
+
+def test_gated_norms_equal_those_of_transformers() -> None:
+    x, gate, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    after, before = Qwen3NextRMSNormGated(48, eps=1e-5), MambaRMSNormGated(48, 16, eps=1e-5)
+    for module in (after, before):
+        module.weight.data = weight
+    torch.testing.assert_close(gated_rms_norm(x, gate, weight, 1e-5), after(x, gate))
+    torch.testing.assert_close(rms_norm_of_gated(x, gate, weight, 1e-5, 16), before(x, gate))

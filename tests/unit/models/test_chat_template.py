@@ -1,3 +1,6 @@
+# DeepSeek's tokens have full-width bars.
+# ruff: noqa: RUF001
+
 import json
 import time
 from datetime import datetime
@@ -313,6 +316,97 @@ def test_transformers_renders_the_same(tmp_path):
         messages, chat_template=source, tokenize=False, add_generation_prompt=True
     )
     assert render(source, messages, bos_token="<s>", eos_token="</s>") == expected
+
+
+def deepseek(version: str, folder: Path) -> ChatTemplate:
+    (folder / "config.json").write_text(json.dumps({"model_type": f"deepseek_{version}"}))
+    template = ChatTemplate.from_folder(folder, {})
+    assert template is not None
+    return template
+
+
+def deepseek_chat() -> list[dict[str, Any]]:
+    """Returns a chat with two calls, whose results come in the other order."""
+    calls = [
+        {"id": i, "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for i, arguments in (("1", {"a": "b\n", "n": [1, None]}), ("2", {}))
+    ]
+    return [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "U1"},
+        {"role": "assistant", "content": "A1", "reasoning_content": "R1"},
+        {"role": "user", "content": "U2"},
+        {"role": "assistant", "content": None, "reasoning_content": "R2", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "2", "content": "T2"},
+        {"role": "tool", "tool_call_id": "1", "content": "T1"},
+    ]
+
+
+DEEPSEEK_CALLS = (
+    '<｜DSML｜{0}>\n<｜DSML｜invoke name="f">\n'
+    '<｜DSML｜parameter name="a" string="true">b\n</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="n" string="false">[1, null]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>\n</｜DSML｜{0}><｜end▁of▁sentence｜>'
+)
+
+
+def test_deepseek_v3_2_has_a_built_in_template(tmp_path: Path) -> None:
+    """The format of encoding_dsv32.py in the model's repository."""
+    template = deepseek("v32", tmp_path)
+    assert template.shows_calls
+    assert template.shows_results
+    assert {"thinking", "enable_thinking", "tools"} <= template.variables
+    chat = deepseek_chat()
+    calls = DEEPSEEK_CALLS.format("function_calls")
+    results = (
+        "\n\n<function_results>\n<result>T2</result>\n<result>T1</result>\n</function_results>"
+    )
+    for thinking, think, after in ((True, "<think>", "R2</think>"), (False, "</think>", "")):
+        rendered = template.render(chat, add_generation_prompt=True, options={"thinking": thinking})
+        assert rendered == (
+            "<｜begin▁of▁sentence｜>S<｜User｜>U1<｜Assistant｜></think>A1<｜end▁of▁sentence｜>"
+            f"<｜User｜>U2<｜Assistant｜>{think}{after}\n\n{calls}{results}\n\n{think}"
+        )
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"é": 1}}}]
+    rendered = template.render(chat[1:2], add_generation_prompt=True, tools=tools)
+    assert rendered.startswith("<｜begin▁of▁sentence｜>\n\n## Tools\nYou have access")
+    listed = '<functions>\n{"name": "f", "parameters": {"é": 1}}\n</functions>\n'
+    assert rendered.endswith(f"{listed}<｜User｜>U1<｜Assistant｜></think>")
+    rendered = template.render(chat[:2], add_generation_prompt=True, tools=tools)
+    assert rendered.startswith("<｜begin▁of▁sentence｜>S\n\n## Tools\n")
+
+
+def test_deepseek_v4_has_a_built_in_template(tmp_path: Path) -> None:
+    """The format of encoding_dsv4.py in the model's repository."""
+    template = deepseek("v4", tmp_path)
+    assert template.shows_calls
+    assert template.shows_results
+    chat = deepseek_chat()
+    calls = DEEPSEEK_CALLS.format("tool_calls")
+    results = "<｜User｜><tool_result>T1</tool_result>\n\n<tool_result>T2</tool_result>"
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+
+    def rendered(tools: Any, **options: Any) -> str:
+        return template.render(chat, add_generation_prompt=True, tools=tools, options=options)
+
+    assert rendered(None) == (
+        "<｜begin▁of▁sentence｜>S<｜User｜>U1<｜Assistant｜></think>A1<｜end▁of▁sentence｜>"
+        f"<｜User｜>U2<｜Assistant｜></think>\n\n{calls}{results}<｜Assistant｜></think>"
+    )
+    assert rendered(None, thinking=True) == (
+        "<｜begin▁of▁sentence｜>S<｜User｜>U1<｜Assistant｜></think>A1<｜end▁of▁sentence｜>"
+        f"<｜User｜>U2<｜Assistant｜></think>\n\n{calls}{results}<｜Assistant｜><think>"
+    )
+    shown = rendered(tools, thinking=True, reasoning_effort="max")
+    assert shown.startswith("<｜begin▁of▁sentence｜>Reasoning Effort: Absolute maximum")
+    assert "\n\nS\n\n## Tools\n\nYou have access to a set of tools to help" in shown
+    assert '### Available Tool Schemas\n\n{"name": "f"}\n{"name": "g"}\n\nYou MUST' in shown
+    assert shown.endswith(
+        "to invoke tool calls.\n<｜User｜>U1<｜Assistant｜><think>R1</think>A1<｜end▁of▁sentence｜>"
+        f"<｜User｜>U2<｜Assistant｜><think>R2</think>\n\n{calls}{results}<｜Assistant｜><think>"
+    )
+    chat.append({"role": "user", "content": "U3"})
+    assert rendered(None).endswith(f"{results}\n\nU3<｜Assistant｜></think>")
 
 
 NINE = (

@@ -9,6 +9,7 @@ import pytest
 
 from tandem.common.config.engine import EngineConfig
 from tandem.errors import ConfigError
+from tandem.models.config.experts import Experts
 from tandem.models.limits import check_settings, why_not_tensor_parallel
 from tandem.models.source import resolve
 
@@ -54,3 +55,15 @@ def test_what_transformers_does_not_support_is_named(
     with pytest.raises(ConfigError, match=f"LlamaForCausalLM is computed .*: {message}"):
         check_settings(EngineConfig(model="", **settings), model)
     check_settings(EngineConfig(model="", kv_dtype="int8", kernels="torch"), model)
+
+
+def test_experts_are_divided_only_if_there_are_enough() -> None:
+    model = replace(resolve("smollm2").config, num_attention_heads=4, num_kv_heads=4)
+    options = EngineConfig(model="", tensor_parallel=4, expert_parallel=True)
+    with pytest.raises(ConfigError, match="expert-parallel is set, but the model has no experts"):
+        check_settings(options, model)
+    experts = Experts(num=3, top_k=1, inner=8, is_normalized=True)
+    with_experts = replace(model, layers=(replace(model.layers[0], experts=experts),))
+    with pytest.raises(ConfigError, match="3 experts for 4 ranks"):
+        check_settings(options, with_experts)
+    check_settings(replace(options, tensor_parallel=2), with_experts)

@@ -13,7 +13,7 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.transfer.reads import block_reader as consumer
 from tandem.transfer.reads import piece_size
 from tandem.transfer.reads.block_reader import BlockReader
-from tandem.transfer.reads.messages import LocalPool, Pull, RemotePool
+from tandem.transfer.reads.messages import LocalPool, PeerRank, Pull, RemotePool
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
 
 LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
@@ -51,7 +51,7 @@ class Bench:
         return self.agents[-1]
 
     def connect(self, peer_id: str, metadata: str) -> None:
-        self.consumer.connect(peer_id, metadata.encode(), self.remote)
+        self.consumer.connect(peer_id, [PeerRank(metadata.encode(), self.remote)])
 
     def start(self, pull_id: str, peer_id: str, block_id: int) -> None:
         self.consumer.submit(Pull(pull_id, peer_id, [1], [block_id], 5.0))

@@ -22,7 +22,7 @@ from tandem.transfer.cuda_ipc import cuda
 from tandem.transfer.cuda_ipc.agent import BlockCopy, CudaIpcAgent
 from tandem.transfer.reads import block_reader
 from tandem.transfer.reads.block_reader import BlockReader
-from tandem.transfer.reads.messages import LocalPool, Pull, PullResult
+from tandem.transfer.reads.messages import LocalPool, PeerRank, Pull, PullResult
 from tandem_bench.shared_memory_device import SharedMemoryDevice
 
 DEADLINE_S = 10.0
@@ -62,7 +62,7 @@ class Worker:
 
     def connect(self, producer: Worker, peer_id: str = "peer") -> None:
         metadata = producer.device.export(producer.pool.address)
-        self.reader.connect(peer_id, metadata, producer.pool.remote())
+        self.reader.connect(peer_id, [PeerRank(metadata, producer.pool.remote())])
 
     def submit(self, pull_id: str, theirs: list[int], ours: list[int], peer: str = "peer") -> None:
         self.reader.submit(Pull(pull_id, peer, theirs, ours, DEADLINE_S))
@@ -327,7 +327,18 @@ def test_the_kernel_copies_blocks_by_their_addresses() -> None:
     source = np.random.default_rng(1).integers(0, 256, (6, 512), np.uint8)
     target = np.zeros((4, 512), np.uint8)
     ids = np.array([5, 0], np.int32), np.array([3, 1], np.int32)
-    blocks = BlockCopy(source.ctypes.data, target.ctypes.data, 512, *ids)
+    blocks = BlockCopy(source.ctypes.data, target.ctypes.data, 512, 512, 512, *ids)
     cuda.copy_blocks(blocks, torch.device("cpu"))
     assert np.array_equal(target[[3, 1]], source[[5, 0]])
     assert not target[[0, 2]].any()
+
+
+def test_the_kernel_copies_the_same_part_of_each_block() -> None:
+    source = np.random.default_rng(1).integers(0, 256, (6, 512), np.uint8)
+    target = np.zeros((4, 1024), np.uint8)
+    ids = np.array([5, 0], np.int32), np.array([3, 1], np.int32)
+    parts = source.ctypes.data + 256, target.ctypes.data + 512
+    cuda.copy_blocks(BlockCopy(*parts, 512, 1024, 256, *ids), torch.device("cpu"))
+    expected = np.zeros_like(target)
+    expected[[3, 1], 512:768] = source[[5, 0], 256:]
+    assert np.array_equal(target, expected)

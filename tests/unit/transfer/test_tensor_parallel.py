@@ -1,123 +1,63 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.common.dtypes import RotatedKey
-from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.cache.layout.rank_heads import RankHeads
 from tandem.errors import Incompatible
-from tandem.transfer.tensor_parallel import (
-    BlockPairs,
-    ParallelLayout,
-    RankRead,
-    ShardPart,
-    descriptors,
-)
-from tests.harness.tensor_parallel_ranks import expected_pools, rank_pools, whole_model
+from tandem.transfer.tensor_parallel import RankRead, rank_reads
 
-WHOLE = BlockLayout(6, 4, 2, 2, 3, "bfloat16")  # a head of a block: 48 bytes
-HEAD_BYTES = 48
-DEGREES = range(1, 9)
+NUM_HEADS = 4
 
 
-def layout(degree: int, **fields: Any) -> ParallelLayout:
-    return ParallelLayout(replace(WHOLE, **fields), degree)
-
-
-def divides(heads: int, degree: int) -> bool:
-    return heads % degree == 0 or degree % heads == 0
+def reads_of(
+    producer: int, local: int, local_rank: int, num_heads: int = NUM_HEADS
+) -> list[RankRead]:
+    return rank_reads(
+        RankHeads(num_heads, producer), RankHeads(num_heads, local), local_rank=local_rank
+    )
 
 
 def producer_ranks(producer: int, local: int, local_rank: int) -> list[int]:
-    reads = descriptors(
-        layout(producer), layout(local), BlockPairs([0], [0]), local_rank=local_rank
-    )
-    return [read.producer_rank for read in reads]
+    return [read.producer_rank for read in reads_of(producer, local, local_rank)]
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> BlockLayout:
-    """Layouts of heads, and of latent attention: one head without values, in which rotated keys are
-    apart if it is quantized."""
-    dtype = draw(st.sampled_from(["bfloat16", "int8"]))
-    whole = replace(WHOLE, num_layers=draw(st.integers(1, 3)), dtype=dtype)
-    if draw(st.booleans()):
-        return replace(whole, num_kv_heads=draw(st.integers(1, 16)))
-    latent = replace(whole, num_kv_heads=1, head_dim=24, has_values=False)
-    if dtype == "bfloat16":
-        return latent
-    rotated = RotatedKey(
-        draw(st.sampled_from([4, 8])), draw(st.sampled_from(["bfloat16", "float32"]))
-    )
-    return replace(latent, rotated=rotated)
+def degrees(draw: st.DrawFn) -> tuple[int, int, int]:
+    """A number of heads, and numbers of ranks that can share them."""
+    num_heads = draw(st.integers(1, 16))
+    fit = [n for n in range(1, 33) if num_heads % n == 0 or n % num_heads == 0]
+    return num_heads, draw(st.sampled_from(fit)), draw(st.sampled_from(fit))
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[ParallelLayout, ParallelLayout, BlockPairs]:
-    whole = draw(layouts())
-    fit = [degree for degree in DEGREES if divides(whole.num_kv_heads, degree)]
-    degrees = st.sampled_from(fit)
-    producer = ParallelLayout(replace(whole, num_blocks=draw(st.integers(1, 9))), draw(degrees))
-    local = ParallelLayout(replace(whole, num_blocks=draw(st.integers(1, 9))), draw(degrees))
-    local_ids = draw(st.lists(st.integers(0, local.whole.num_blocks - 1), unique=True))
-    producer_id = st.integers(0, producer.whole.num_blocks - 1)
-    producer_ids = draw(st.lists(producer_id, min_size=len(local_ids), max_size=len(local_ids)))
-    return producer, local, BlockPairs(producer_ids, local_ids)
+@given(degrees())
+def test_every_rank_gets_each_of_its_heads_once(case: tuple[int, int, int]) -> None:
+    num_heads, producer, local = case
+    held, wanted = RankHeads(num_heads, producer), RankHeads(num_heads, local)
+    for rank in range(local):
+        found: dict[int, int] = {}
+        for read in reads_of(producer, local, rank, num_heads):
+            theirs = held.of(read.producer_rank)
+            for number in range(read.num_heads):
+                assert read.local_head + number not in found, "no head is read twice"
+                found[read.local_head + number] = theirs[read.producer_head + number]
+        assert [found[number] for number in range(len(found))] == list(wanted.of(rank))
 
 
-@given(cases())
-def test_every_rank_gets_its_heads_and_nothing_else(
-    case: tuple[ParallelLayout, ParallelLayout, BlockPairs],
-) -> None:
-    producer, local, blocks = case
-    whole = whole_model(1, producer.whole)
-    producer_pools = rank_pools(whole, producer)
-    for rank, expected in enumerate(expected_pools(whole, local, blocks)):
-        pool = np.zeros(local.rank_layout.pool_bytes, np.uint8)
-        written = np.zeros(pool.shape, bool)
-        for read in descriptors(producer, local, blocks, local_rank=rank):
-            for part in read.parts:
-                into = slice(part.local_offset, part.local_offset + part.num_bytes)
-                start = part.producer_offset
-                assert not written[into].any()  # no byte travels twice
-                written[into] = True
-                pool[into] = producer_pools[read.producer_rank][start : start + part.num_bytes]
-        assert np.array_equal(pool, expected)
-        assert written.sum() == len(blocks.local_ids) * local.rank_layout.block_bytes
+def test_equal_numbers_of_ranks_read_from_the_rank_with_the_same_number() -> None:
+    assert reads_of(2, 2, 1) == [RankRead(1, 0, 0, 2)]
 
 
-def test_equal_degrees_read_their_own_rank_in_runs_of_blocks() -> None:
-    blocks = BlockPairs([3, 4, 0], [1, 2, 3])
-    block = 2 * HEAD_BYTES
-    assert descriptors(layout(2), layout(2), blocks, local_rank=1) == [
-        RankRead(1, (ShardPart(3 * block, block, 2 * block), ShardPart(0, 3 * block, block)))
-    ]
-
-
-def test_a_smaller_degree_gathers_and_a_larger_one_takes_its_share() -> None:
-    blocks = BlockPairs([5], [2])
-    assert descriptors(layout(2), layout(1), blocks, local_rank=0) == [
-        RankRead(0, (ShardPart(5 * 96, 2 * 192, 96),)),
-        RankRead(1, (ShardPart(5 * 96, 2 * 192 + 96, 96),)),
-    ]
-    assert descriptors(layout(2), layout(4), blocks, local_rank=3) == [
-        RankRead(1, (ShardPart(5 * 96 + 48, 2 * 48, 48),))
-    ]
+def test_fewer_ranks_gather_and_more_ranks_take_their_share() -> None:
+    assert reads_of(2, 1, 0) == [RankRead(0, 0, 0, 2), RankRead(1, 0, 2, 2)]
+    assert reads_of(2, 4, 3) == [RankRead(1, 1, 0, 1)]
 
 
 def test_three_ranks_read_what_six_heads_on_two_ranks_share() -> None:
-    two, three = layout(2, num_kv_heads=6), layout(3, num_kv_heads=6)
-    reads = descriptors(two, three, BlockPairs([0], [0]), local_rank=1)
-    assert reads == [
-        RankRead(0, (ShardPart(2 * HEAD_BYTES, 0, HEAD_BYTES),)),
-        RankRead(1, (ShardPart(0, HEAD_BYTES, HEAD_BYTES),)),
-    ]
+    assert reads_of(2, 3, 1, num_heads=6) == [RankRead(0, 2, 0, 1), RankRead(1, 0, 1, 1)]
 
 
 def test_replicas_of_a_head_are_read_in_turn() -> None:
@@ -129,24 +69,9 @@ def test_replicas_of_a_head_are_read_in_turn() -> None:
     ]
 
 
-@pytest.mark.parametrize("rotated", [None, RotatedKey(4, "bfloat16")])
-def test_latents_are_on_every_rank_whole_and_are_read_in_turn(rotated: RotatedKey | None) -> None:
-    """A token of a layer has 24 numbers of 2 bytes; or 20 of 1 byte, 4 of 2 bytes and a scale."""
-    fields: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 24, "has_values": False}
-    fields |= {"rotated": rotated, "dtype": "int8" if rotated else "bfloat16"}
-    block_bytes = 2 * (64 if rotated else 2 * 24 * 2)  # 2 layers; a part of 2 x 30 bytes is padded
-    two, three = layout(2, **fields), layout(3, **fields)
+def test_latents_are_on_every_rank_whole_and_are_read_in_turn() -> None:
     for rank in range(3):
-        reads = descriptors(two, three, BlockPairs([5, 1, 2], [0, 3, 4]), local_rank=rank)
-        assert reads == [
-            RankRead(
-                rank % 2,
-                (
-                    ShardPart(5 * block_bytes, 0, block_bytes),
-                    ShardPart(block_bytes, 3 * block_bytes, 2 * block_bytes),
-                ),
-            )
-        ]
+        assert reads_of(2, 3, rank, num_heads=1) == [RankRead(rank % 2, 0, 0, 1)]
 
 
 @pytest.mark.parametrize("producer", [4, 8, 16])
@@ -156,49 +81,12 @@ def test_no_producer_rank_serves_more_consumers_than_another(producer: int, loca
     assert set(served.values()) == {max(1, local // producer)}
 
 
-@pytest.mark.parametrize(("heads", "degree"), [(4, 3), (6, 4), (3, 2), (4, 6), (4, 0), (4, -1)])
-def test_a_degree_that_does_not_divide_is_refused(heads: int, degree: int) -> None:
-    with pytest.raises(Incompatible, match=f"tensor_parallel {degree} does not divide {heads}"):
-        layout(degree, num_kv_heads=heads)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "named"),
-    [
-        ("num_kv_heads", 8, "num_kv_heads is 8, not 4"),
-        ("num_layers", 3, "num_layers is 3, not 2"),
-        ("block_size", 4, "block_size is 4, not 2"),
-        ("head_dim", 6, "head_dim is 6, not 3"),
-        ("dtype", "float32", "dtype is 'float32', not 'bfloat16'"),
-        ("has_values", False, "has_values is False, not True"),
-        ("rotated", RotatedKey(1, "bfloat16"), r"rotated is RotatedKey\(.*\), not None"),
-    ],
-)
-def test_all_else_that_differs_is_refused_by_name(field: str, value: Any, named: str) -> None:
-    with pytest.raises(Incompatible, match=f": {named}$"):
-        descriptors(layout(2, **{field: value}), layout(4), BlockPairs([], []), local_rank=0)
-
-
-def test_all_differences_are_named_at_once() -> None:
-    with pytest.raises(Incompatible, match=r"num_layers is 3, not 2; head_dim is 6, not 3$"):
-        descriptors(
-            layout(1, num_layers=3, head_dim=6), layout(2), BlockPairs([], []), local_rank=0
-        )
-
-
-def test_pools_of_other_sizes_are_fine_but_their_ends_are_kept() -> None:
-    small = layout(2, num_blocks=2)
-    assert descriptors(layout(2), small, BlockPairs([5], [1]), local_rank=0)
-    for blocks in (BlockPairs([6], [1]), BlockPairs([5], [2]), BlockPairs([-1], [1])):
-        with pytest.raises(ValueError, match=r"block id is .*; it must be from 0 to"):
-            descriptors(layout(2), small, blocks, local_rank=0)
+@pytest.mark.parametrize(("heads", "ranks"), [(4, 3), (6, 4), (3, 2), (4, 6), (4, 0), (4, -1)])
+def test_ranks_that_cannot_share_the_heads_are_refused(heads: int, ranks: int) -> None:
+    with pytest.raises(Incompatible, match=f"tensor_parallel {ranks} does not divide {heads}"):
+        RankHeads(heads, ranks)
 
 
 def test_a_rank_that_is_not_there_is_a_mistake_of_ours() -> None:
-    with pytest.raises(ValueError, match=r"rank is 2; .* must be from 0 to 1"):
-        descriptors(layout(1), layout(2), BlockPairs([0], [0]), local_rank=2)
-
-
-def test_a_pair_needs_both_sides() -> None:
-    with pytest.raises(ValueError, match="2 producer blocks for 1 local"):
-        BlockPairs([1, 2], [1])
+    with pytest.raises(ValueError, match=r"rank is 2; it must be from 0 to 1"):
+        reads_of(1, 2, 2)

@@ -24,7 +24,7 @@ from tandem.transfer.nixl.ucx_mode import UcxMode
 from tandem.transfer.reads import block_reader as reader_module
 from tandem.transfer.reads import messages
 from tandem.transfer.reads.block_reader import RECOVER_S, BlockReader
-from tandem.transfer.reads.messages import LocalPool, Pull, PullResult, RemotePool
+from tandem.transfer.reads.messages import LocalPool, PeerRank, Pull, PullResult, RemotePool
 
 LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
 DEADLINE_S = 10.0
@@ -87,7 +87,7 @@ def test_without_nixl_each_question_is_answered(
     transfer: thread.TransferThread,
     events: SimpleQueue[messages.TransferEvent],
 ) -> None:
-    transfer.connect("peer", b"metadata", REMOTE)
+    transfer.connect("peer", [PeerRank(b"metadata", REMOTE)])
     connected = events.get(timeout=DEADLINE_S)
     assert isinstance(connected, messages.PeerConnected)
     assert "NIXL cannot be loaded" in connected.error
@@ -137,10 +137,13 @@ def test_a_pull_that_cannot_start_fails_and_leaves_its_blocks_safe(
 def test_a_peer_with_other_blocks_is_incompatible(
     transfer: thread.TransferThread, events: SimpleQueue[messages.TransferEvent]
 ) -> None:
-    transfer.connect("peer", b"metadata", RemotePool(0, 8, LAYOUT.block_bytes * 2, 0, "DRAM"))
+    large = RemotePool(0, 8, LAYOUT.block_bytes * 2, 0, "DRAM")
+    transfer.connect("peer", [PeerRank(b"metadata", large)])
     connected = events.get(timeout=DEADLINE_S)
     assert isinstance(connected, messages.PeerConnected)
-    assert connected.error == "peer has blocks of 512 bytes; those of this worker have 256 bytes"
+    assert (
+        connected.error == "rank 0 of peer has blocks of 512 bytes; this worker expects 256 bytes"
+    )
 
 
 def test_cancelling_and_disconnecting_what_is_unknown_is_nothing(
@@ -176,7 +179,7 @@ def test_after_a_bug_everything_is_answered_and_only_what_never_started_is_unfen
             assert isinstance(told := events.get(timeout=DEADLINE_S), messages.Broken)
             assert "a bug" in told.message
     assert events.get(timeout=DEADLINE_S) == messages.Unfenced([3, 4])  # of the one never started
-    transfer.connect("peer", b"metadata", REMOTE)
+    transfer.connect("peer", [PeerRank(b"metadata", REMOTE)])
     connected = events.get(timeout=DEADLINE_S)
     assert isinstance(connected, messages.PeerConnected)
     assert "a bug" in connected.error
@@ -196,7 +199,7 @@ def test_a_consumer_that_cannot_be_made_anew_is_told_once_and_not_before_its_tim
 
     def connect() -> None:
         with pytest.raises(Incompatible):
-            consumer.connect("peer", b"metadata", REMOTE)
+            consumer.connect("peer", [PeerRank(b"metadata", REMOTE)])
 
     monkeypatch.setattr(reader_module, "AgentInstance", fails)
     connect()
@@ -209,7 +212,7 @@ def test_a_consumer_that_cannot_be_made_anew_is_told_once_and_not_before_its_tim
     monkeypatch.setattr(
         reader_module, "AgentInstance", lambda *args: SimpleNamespace(load=lambda *peer: None)
     )
-    consumer.connect("peer", b"metadata", REMOTE)
+    consumer.connect("peer", [PeerRank(b"metadata", REMOTE)])
     assert consumer.failure() == ""
 
 
@@ -271,7 +274,7 @@ def test_a_pool_that_cannot_be_shared_is_said(
 def test_a_transport_that_this_process_does_not_use_is_refused(
     events: SimpleQueue[messages.TransferEvent], transfer: thread.TransferThread
 ) -> None:
-    transfer.connect("peer", b"handle", REMOTE, "cuda_ipc")
+    transfer.connect("peer", [PeerRank(b"handle", REMOTE)], "cuda_ipc")
     error = "the engine process does not use the transport cuda_ipc"
     connected = messages.PeerConnected("peer", error, transport="cuda_ipc")
     assert events.get(timeout=DEADLINE_S) == connected

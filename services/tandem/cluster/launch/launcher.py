@@ -30,7 +30,7 @@ import psutil
 from rich.markup import escape
 
 from tandem.cluster.gpu_check import Cards, read_cards, read_driver, why_unusable
-from tandem.cluster.gpus import count_gpus, with_gpu
+from tandem.cluster.gpus import count_gpus, with_gpus
 from tandem.cluster.launch.activity import Activity
 from tandem.cluster.launch.api_key import take_api_key, with_api_key
 from tandem.cluster.launch.certificates import Authority, write_certificates
@@ -223,7 +223,7 @@ class _Launch:
     def _start_member(self, spec: ClusterSpec, member: Member) -> DetachedProcess:
         command = spec.pools[member.pool].filled(member)
         environment = process.child_environment(self._run.environment, member.pool)
-        environment = with_gpu(environment, member.gpu)
+        environment = with_gpus(environment, member.gpus)
         return process.start(member.member_id, command, self._run.folder, environment)
 
     def _fetch_model(self) -> ModelFolder:

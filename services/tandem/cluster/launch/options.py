@@ -155,8 +155,6 @@ class LaunchOptions(Options):
                 f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
                 "set --api-key-file or TANDEM_API_KEY, or give --allow-anonymous"
             )
-        if why := self.engine.why_no_transfers(self.engine.device):
-            raise ConfigError(why)
         # Building the autoscaler's settings raises ConfigError if they are invalid.
         assert self.autoscaler is not None
 
@@ -172,11 +170,16 @@ class LaunchOptions(Options):
             cold_start_s=LOCAL_COLD_START_S,
         )
 
+    @property
+    def gpus_per_worker(self) -> int:
+        """Number of GPUs that a worker uses, if it uses any: one for each rank."""
+        return 1 if self.engine.ranks_share_gpu else self.engine.tensor_parallel
+
     def gpu_limit(self, num_gpus: int) -> int | None:
         """Largest number of workers on one GPU of a machine with `num_gpus`; None: no limit."""
         if self.workers_per_gpu or self.engine.device != "cuda":
             return self.workers_per_gpu
-        return 2 if num_gpus == 1 and not self.listen else 1
+        return 2 if num_gpus // self.gpus_per_worker == 1 and not self.listen else 1
 
     def workers_on_gpu(self, num_gpus: int) -> int:
         """Number of workers that share one of a machine's GPUs, at most; 1 without GPUs. The
@@ -186,7 +189,7 @@ class LaunchOptions(Options):
         num_workers = self.num_prefill + self.num_decode
         if self.autoscale == "on":
             num_workers = max(num_workers, 2 * self.autoscale_max)
-        shared = max(1, -(-num_workers // num_gpus))
+        shared = -(-num_workers // max(1, num_gpus // self.gpus_per_worker))
         return min(shared, self.gpu_limit(num_gpus) or shared)
 
     def engine_on(self, num_gpus: int) -> EngineOptions:
@@ -271,12 +274,20 @@ def check_gpus(options: LaunchOptions, num_gpus: int, driver: Driver | None, car
         return
     limit = options.gpu_limit(num_gpus)
     num_workers = options.num_prefill + options.num_decode
-    if limit is not None and num_gpus and num_workers > num_gpus * limit:
-        has = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    needed = options.gpus_per_worker
+    places = num_gpus // needed  # for workers that share no GPU
+    has = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    if options.engine.device == "cuda" and not places:
         raise ConfigError(
-            f"{num_workers} workers do not fit on {has} with {limit} on each; lower --prefill or "
-            f"--decode, or raise --workers-per-gpu to {-(-num_workers // num_gpus)}; the "
-            "workers on a GPU share its memory"
+            f"--tensor-parallel {needed} needs {needed} GPUs for each worker, and this machine has "
+            f"{has}; lower --tensor-parallel, or use --device cpu"
+        )
+    if limit is not None and places and num_workers > places * limit:
+        each = "" if needed == 1 else f" with {needed} GPUs each"
+        raise ConfigError(
+            f"{num_workers} workers{each} do not fit on {has} with {limit} on each; lower "
+            f"--prefill or --decode, or raise --workers-per-gpu to {-(-num_workers // places)}; "
+            "the workers on a GPU share its memory"
         )
 
 
@@ -434,4 +445,6 @@ def _worker(
     command += _tls(options, run_folder, "worker")
     command += [*to_argv(options.transfer), *to_argv(engine)]
     num_cores = engine.num_threads * engine.tensor_parallel
-    return PoolCommand(command, num_cores=num_cores, device=engine.device)
+    return PoolCommand(
+        command, num_cores=num_cores, device=engine.device, num_gpus=options.gpus_per_worker
+    )

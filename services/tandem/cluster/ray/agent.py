@@ -36,7 +36,7 @@ from pathlib import Path
 import msgspec
 import ray
 
-from tandem.cluster.gpus import with_gpu
+from tandem.cluster.gpus import with_gpus
 from tandem.cluster.pools import ClusterSpec, Member, MemberState
 from tandem.cluster.processes import leave_node, owned, process
 from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
@@ -196,7 +196,7 @@ class Agent:
         try:
             self._num_starts += self._was_started
             environment = process.child_environment(os.environ, self._member.pool)
-            environment = with_gpu(environment, self._member.gpu)
+            environment = with_gpus(environment, self._member.gpus)
             return process.start(member_id, self._command, self._run_folder, environment)
         except (ConfigError, OSError) as error:
             log.error("%s cannot be started: %s", member_id, error)

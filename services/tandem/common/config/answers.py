@@ -15,17 +15,42 @@ ToolParser = Literal[
     "hermes",
     "qwen3_coder",
     "llama3",
+    "llama4",
+    "lfm2",
+    "olmo3",
+    "gemma4",
     "mistral",
     "deepseek_v3",
     "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
+    "seed_oss",
+    "minimax_m2",
+    "minimax_m3",
     "glm45",
+    "hunyuan",
     "kimi_k2",
     "phi4_mini",
     "granite",
+    "nemotron",
+    "cohere",
     "harmony",
     "json",
 ]
-ReasoningParser = Literal["auto", "none", "think", "mistral", "granite"]
+ReasoningParser = Literal[
+    "auto",
+    "none",
+    "think",
+    "mistral",
+    "gemma4",
+    "minimax_m3",
+    "seed_oss",
+    "hunyuan",
+    "hy3",
+    "ernie45",
+    "cohere",
+    "granite",
+]
 
 
 @Parameter(name="*", group=REQUESTS)

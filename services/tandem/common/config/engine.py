@@ -170,11 +170,17 @@ class EngineOptions(Options):
     """Number of CPU threads with which a worker computes. With --tensor-parallel: each rank."""
     tensor_parallel: Positive = 1
     """Number of processes (ranks) that compute each step of a worker together. Each rank has its
-    share of the model's weights. On GPUs, only tandem.LLM supports more than 1, and each rank
-    needs a GPU of its own."""
+    share of the model's weights. On GPUs, each rank needs a GPU of its own."""
+    expert_parallel: bool = False
+    """With --tensor-parallel: each rank has some of a layer's experts, each of them whole. Without
+    this option, each rank has a part of every expert. Needs torch or Triton kernels and --numerics
+    fast."""
     ranks_share_gpu: Annotated[bool, Parameter(group=MEASUREMENT)] = False
     """All ranks of --tensor-parallel compute on one GPU, slowly. For tests on a machine with one
     GPU."""
+    ranks_own_pools: Annotated[bool, Parameter(group=MEASUREMENT)] = False
+    """Each rank of --tensor-parallel has a KV pool of its own, as on GPUs. For tests of torch
+    kernels on a machine without GPUs."""
 
     @property
     def has_default_pool(self) -> bool:
@@ -204,16 +210,6 @@ class EngineOptions(Options):
         given = {tier.option: getattr(self, tier.option) for tier in KV_TIERS if tier.is_folder}
         return {name: _expanded(name, path) for name, path in given.items() if path}
 
-    def why_no_transfers(self, device: str) -> str:
-        """Returns why an engine on this kind of device cannot exchange KV blocks; "" if it can."""
-        if self.tensor_parallel == 1 or device != "cuda":
-            return ""
-        return (
-            f"tensor-parallel is {self.tensor_parallel} on GPUs, where each rank has a KV pool of "
-            "its own; workers cannot move the blocks of such pools yet. Set tensor-parallel to 1 "
-            "or device to cpu, or use tandem.LLM, which moves no blocks"
-        )
-
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError(
@@ -224,6 +220,17 @@ class EngineOptions(Options):
             raise ConfigError(
                 "ranks-share-gpu is set, but tensor-parallel is 1; set tensor-parallel to at least "
                 "2, or remove ranks-share-gpu"
+            )
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "expert-parallel is set, but tensor-parallel is 1, so there are no ranks among "
+                "which to divide the experts; set tensor-parallel to at least 2, or remove "
+                "expert-parallel"
+            )
+        if self.expert_parallel and self.numerics == "invariant":
+            raise ConfigError(
+                "expert-parallel is set, but numerics is invariant, in which sums must not depend "
+                "on the number of ranks; set numerics to fast, or remove expert-parallel"
             )
         sealed = [tier.option for tier in KV_TIERS if tier.is_sealed]
         if self.kv_key_file and not any(getattr(self, option) for option in sealed):

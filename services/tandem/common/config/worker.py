@@ -108,5 +108,3 @@ class WorkerConfig(WorkerOptions):
         # The prefix tree names a worker's tier WORKER_ID#TIER.
         if "#" in self.worker_id:
             raise ConfigError(f"worker-id is {self.worker_id!r}; it must not contain '#'")
-        if why := self.engine.why_no_transfers(self.engine.device):
-            raise ConfigError(why)

@@ -17,6 +17,7 @@ from tandem.engine.executor.card_dtypes import describe, is_old
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config.model import ModelConfig
+from tandem.models.limits import why_only_torch
 from tandem_kernels.native.library import why_unusable
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
     if chosen == "native":
         if device.type != "cpu":
             return f"the native kernels compute on CPUs only, and the device is {device.type}"
+        if config.expert_parallel:
+            return "expert-parallel needs torch or triton kernels; native ones divide each expert"
         return why_not_native(model)
     if chosen != "triton":
         return ""
@@ -70,7 +73,22 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
             f"only the native and torch kernels read {config.kv_dtype} KV; "
             "triton reads float32, bfloat16, int8 and fp8_e4m3"
         )
-    return why_not_triton(device, config.numerics)
+    return why_not_triton_model(model) or why_not_triton(device, config.numerics)
+
+
+def why_not_triton_model(model: ModelConfig) -> str:
+    """Returns why the Triton kernels cannot compute a model, or an empty string if they can."""
+    if why := why_only_torch(model):
+        return why
+    if model.is_parallel or model.centers_norms:
+        return "only the native and torch kernels compute LayerNorms and parallel blocks"
+    if model.norms_rotated_heads:
+        return "only the native and torch kernels normalize queries and keys after RoPE"
+    if any(layer.is_chunked for layer in model.layers):
+        return "only the native and torch kernels compute attention in chunks"
+    if any(layer.experts and layer.experts.weighs_inputs for layer in model.layers):
+        return "only the native and torch kernels multiply the inputs of experts by their weights"
+    return ""
 
 
 def why_not_triton(device: torch.device, numerics: str) -> str:

@@ -40,6 +40,7 @@ from tandem.engine.executor.weights.decoder_weights import LayerWeights
 from tandem.engine.executor.weights.load import load_weights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
+from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
 from tandem.models.files import naming
 from tandem.models.folder import ModelFolder
@@ -115,9 +116,14 @@ class _ObservedDecoder(Decoder):
         self._numbers = {id(layer): i for i, layer in enumerate(self._weights.layers)}
 
     def _heads(
-        self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
+        self,
+        layer: LayerWeights,
+        spec: LayerSpec,
+        projected: torch.Tensor,
+        angles: Angles,
+        num_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads = super()._heads(layer, projected, angles, num_tokens)
+        heads = super()._heads(layer, spec, projected, angles, num_tokens)
         queries, keys, _ = heads
         number = self._numbers[id(layer)]
         self.squares[0][number] += keys.double().square().sum(0)

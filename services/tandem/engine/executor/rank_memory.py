@@ -36,7 +36,7 @@ _HEADER_BYTES = 4096  # room for one header (kSharedHeader of team.h)
 
 
 class Message(NamedTuple):
-    """A message of rank 0 with an array of int32 numbers, such as the inputs of a step."""
+    """A message of rank 0 with an array of numbers, such as the inputs of a step."""
 
     content: Any
     numbers_address: int
@@ -114,7 +114,7 @@ class RankMemory:
         for header in self._headers:
             self._library.wait_for_message(header, num_before & 0xFFFFFFFF)
 
-    def post(self, content: object, numbers: array[int] | None = None) -> None:
+    def post(self, content: object, numbers: array[int] | memoryview | None = None) -> None:
         """Sends a message to all other ranks, when they have taken the one before. Rank 0 calls
         this. Raises RankEnded."""
         self._library.wait_until_taken(self._address, self.num_ranks - 1)
@@ -123,10 +123,9 @@ class RankMemory:
         self._memory[first - 8 : first] = len(pickled).to_bytes(8, "little")
         self._memory[first : first + len(pickled)] = pickled
         if numbers:
+            data = np.frombuffer(memoryview(numbers).cast("B"), np.uint8)
             at = self._numbers_at(len(pickled))
-            self._bytes[at : at + len(numbers) * numbers.itemsize] = np.frombuffer(
-                memoryview(numbers).cast("B"), np.uint8
-            )
+            self._bytes[at : at + len(data)] = data
         self._library.post(self._address)
 
     def messages(self) -> Iterator[Message]:

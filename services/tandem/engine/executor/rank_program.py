@@ -1,4 +1,4 @@
-"""The program of ranks 1 and up. It computes the steps that rank 0 posts."""
+"""The program of ranks 1 and up. It computes the steps that rank 0 posts, and moves blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
+
+import numpy as np
 
 from tandem.engine.executor.native.decoder import SentStep
 from tandem.engine.executor.rank_memory import RankMemory
@@ -41,6 +43,8 @@ class Member:
             settings.folder, settings.config, pool_fd=settings.pool_fd, member_of=self._memory
         )
         self.rank = settings.rank
+        self._service = settings.service
+        self._service_pipe: Connection[Any, Any] = Connection(settings.service_fd)
         self._loaded: dict[str, LoadedAdapter] = {}
 
     def run(self) -> None:
@@ -55,14 +59,26 @@ class Member:
                     self._runner.forward(batch)
                 case messages.Allocate(num_blocks):
                     self._runner.allocate(*num_blocks)
+                    self._start_service()
                 case messages.Measure(step_tokens):
                     self._runner.with_pool_size(self._config, step_tokens)
                 case messages.CopyBlocks(copies):
                     self._runner.copy_blocks(copies)
+                case messages.ReadBlocks(block_ids):
+                    self._runner.blocks.collect(block_ids)
+                case messages.WriteBlocks(block_ids):
+                    num_bytes = self._runner.blocks.num_bytes(block_ids)
+                    data = (ctypes.c_uint8 * num_bytes).from_address(message.numbers_address)
+                    self._runner.blocks.distribute(block_ids, np.ctypeslib.as_array(data))
                 case messages.AddAdapter(digest):
                     self._runner.add_adapter(self._loaded.pop(digest))
                 case messages.DropAdapter(digest):
                     self._runner.drop_adapter(digest)
+
+    def _start_service(self) -> None:
+        if self._service is not None:
+            arguments = (self._runner, self._service_pipe)
+            threading.Thread(target=self._service, args=arguments, daemon=True).start()
 
     def _load_adapters(self) -> None:
         """Loads adapters while steps run. Ends the process when rank 0 has ended."""

@@ -36,6 +36,7 @@ from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.ranks.members import Members
+from tandem.engine.executor.ranks.pool_bytes import RankPoolBytes
 from tandem.engine.executor.ranks.shared_memory import SharedMemoryCollectives
 from tandem.engine.executor.step_tokens import default_step_tokens
 from tandem.engine.executor.torch.steps import DecoderSteps, TorchSteps
@@ -117,6 +118,9 @@ class ModelRunner:
     # creates it.
     kv: torch.Tensor
     pools: list[KvPool]  # one pool for each KV group
+    whole_layout: KvLayout  # of blocks with the heads of all ranks; set by `allocate`
+    # The bytes of whole blocks, if each rank has a pool of its own. `allocate` creates it.
+    blocks: RankPoolBytes
 
     def __init__(
         self,
@@ -128,6 +132,7 @@ class ModelRunner:
         on_rank_end: Callable[[str], object] = _ignore,
         member_of: RankMemory | None = None,
         gpu_wait_s: float = 0.0,
+        rank_service: messages.RankService | None = None,
     ) -> None:
         """Loads the weights, and calls `on_progress` during the load. If the device is a CPU, the
         pools are allocated in the memfd with the file descriptor `pool_fd`, so that another process
@@ -136,6 +141,8 @@ class ModelRunner:
         With `config.tensor_parallel` more than 1, this is rank 0 and starts the other ranks. If one
         of them ends early, `on_rank_end` is called in a thread, and each further step raises
         RankEnded. `member_of` is given in the other ranks: the memory that they share with rank 0.
+        If each rank has a KV pool of its own, each of the other ranks runs `rank_service`
+        (`Members`), and `service_pipes` has the pipes to them.
 
         If the GPU's memory is large enough but too little of it is free, waits at most `gpu_wait_s`
         seconds for it, because the memory of a process that was killed is not free at once.
@@ -144,7 +151,7 @@ class ModelRunner:
         UnsupportedModel for a checkpoint that does not match its config.
         """
         torch.set_num_threads(config.num_threads)
-        rank = 0 if member_of is None else member_of.rank
+        self.rank = rank = 0 if member_of is None else member_of.rank
         self.device = choose_device(config, rank)
         dtype_name = compute_dtype(config, has_bfloat16=has_bfloat16(self.device))
         stored = folder.config.torch_dtype
@@ -192,7 +199,13 @@ class ModelRunner:
         self._num_seqs_max = config.max_num_seqs
         is_cuda = self.device.type == "cuda"
         self._is_rank = config.tensor_parallel > 1
-        self._has_own_pool = self._is_rank and have_own_pools(self.device)
+        self.num_pools = config.tensor_parallel if have_own_pools(config, self.device) else 1
+        self._has_own_pool = self.num_pools > 1
+        if self._has_own_pool and kernels == "native":
+            raise ConfigError(
+                "ranks-own-pools: native kernels need one KV pool for all ranks; set kernels to "
+                "torch"
+            )
         self._own_config = Share(rank, config.tensor_parallel).config(model)
         if self._has_own_pool and config.has_tiers:
             raise ConfigError(
@@ -220,7 +233,7 @@ class ModelRunner:
         if self._static_kv is not None:
             self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"
         self._members: Members | None = None
-        memory = member_of
+        self._memory = member_of
         if config.tensor_parallel > 1 and member_of is None:
             self._pool_fd = fd = create_shared() if pool_fd is None else pool_fd
             if fd is None:
@@ -228,14 +241,19 @@ class ModelRunner:
                     f"tensor-parallel is {config.tensor_parallel}, but ranks cannot share memory, "
                     "because this system has no memfd; set tensor-parallel to 1"
                 )
-            self._members = Members(folder, config, fd, partial(self._end_with_rank, on_rank_end))
+            end = partial(self._end_with_rank, on_rank_end)
+            service = rank_service if self._has_own_pool else None
+            self._members = Members(folder, config, fd, end, service)
             pin_to_share(config, 0)
-            memory = self._members.memory
+            self._memory = self._members.memory
+        memory = self._memory
         self._host_ranks: SharedMemoryCollectives | None = None
         if memory is not None and kernels != "native":
             # Quantized matrices are divided by outputs only: a group of inputs has one scale.
             splits = config.numerics == "fast" and not keeps
-            self._host_ranks = SharedMemoryCollectives(memory, splits_inputs=splits)
+            self._host_ranks = SharedMemoryCollectives(
+                memory, splits_inputs=splits, splits_experts=config.expert_parallel
+            )
         self._ranks = self._collectives(config)
         self._share = self._ranks.share
         self._small: NativeDecoder | DecoderSteps | TritonSteps
@@ -329,18 +347,27 @@ class ModelRunner:
             self._members.close()
 
     @property
+    def service_pipes(self) -> Sequence[messages.RankPipe]:
+        """The pipes to `rank_service` in ranks 1 and up."""
+        return self._members.service_pipes if self._members is not None else ()
+
+    @property
     def native(self) -> NativeDecoder | None:
         """The C++ decoder, or None if the native kernels are not used."""
         return self._small if isinstance(self._small, NativeDecoder) else None
 
     def layout(self, *num_blocks: int) -> KvLayout:
         return model_layout(
-            self._own_config if self._has_own_pool else self._model_config,
+            self._model_config,
             num_blocks,
             block_size=self._block_size,
             dtype=self._kv_dtype,
             computed_dtype=str(self._dtype).removeprefix("torch."),
         )
+
+    def _own_layout(self, *num_blocks: int) -> KvLayout:
+        """Returns the layout of this rank's pools."""
+        return self.layout(*num_blocks).of_rank(self.num_pools)
 
     def with_pool_size(self, config: EngineConfig, step_tokens: int) -> EngineConfig:
         """Returns the settings with the size of the KV pool for steps of at most `step_tokens`
@@ -375,11 +402,12 @@ class ModelRunner:
             self._num_seqs_max,
             max_model_len=self.max_model_len,
             block_size=self._block_size,
-            blocks_max=self._least(gpu.scratch_bytes // self.layout().block_bytes),
+            blocks_max=self._least(gpu.scratch_bytes // self._own_layout().block_bytes),
             num_groups=len(self.layout().groups),
         )
         draws = [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)] * len(batch.slices)
-        pools = self._make_pools(self.layout(*[num_blocks] * len(self.layout().groups)))[1]
+        layout = self._own_layout(*[num_blocks] * len(self.layout().groups))
+        pools = self._make_pools(layout)[1]
         triton = self._triton
         if triton is None:
             gpu.measure(
@@ -403,7 +431,12 @@ class ModelRunner:
         Raises ConfigError if there is not enough memory.
         """
         with self._explains("the KV pool was allocated"):
-            self.kv, self.pools = self._make_pools(self.layout(*num_blocks))
+            self.kv, self.pools = self._make_pools(self._own_layout(*num_blocks))
+        self.whole_layout = self.layout(*num_blocks)
+        if self._has_own_pool:
+            assert self._memory is not None
+            assert self._host_ranks is not None
+            self.blocks = RankPoolBytes(self.kv, self.whole_layout, self._memory, self._host_ranks)
         if self._members is not None:
             self._members.memory.post(messages.Allocate(num_blocks))
         if self._triton is not None:
@@ -419,15 +452,12 @@ class ModelRunner:
         else:
             memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
-        heads = None
-        if not self._has_own_pool:
-            heads = self._share.kv_heads(self._model_config.num_kv_heads)
         return memory, [
             make_pool(
                 part.view(group.layout.num_blocks, -1),
                 group.layout,
                 self._static_of(group),
-                heads,
+                None if self._has_own_pool else self._share.kv_heads(group.layout.num_kv_heads),
             )
             for part, group in zip(parts, layout.groups, strict=True)
         ]
@@ -550,10 +580,10 @@ class ModelRunner:
         return self._last.final_hidden(rows)
 
 
-def have_own_pools(device: torch.device) -> bool:
-    """Returns whether each rank has a KV pool with only its own heads, as on GPUs. On CPUs, all
-    ranks map one pool with all heads."""
-    return device.type == "cuda"
+def have_own_pools(config: EngineConfig, device: torch.device) -> bool:
+    """Returns whether there are several ranks and each has a KV pool with only its own heads, as on
+    GPUs. On CPUs, all ranks map one pool with all heads, unless the settings say otherwise."""
+    return config.tensor_parallel > 1 and (device.type == "cuda" or config.ranks_own_pools)
 
 
 def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:

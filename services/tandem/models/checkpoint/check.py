@@ -11,19 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.errors import UnsupportedModel
-from tandem.models.checkpoint.expert_names import MXFP4_BLOCK, Shapes
+from tandem.models.checkpoint.expert_names import CORRECTION, MXFP4_BLOCK, Shapes
 from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader, read_header
 from tandem.models.checkpoint.kv_scales import place_of_scale
 from tandem.models.checkpoint.quantized.forms import forms_of_parts, is_quantized
 from tandem.models.checkpoint.weight_shapes import EMBEDDING, OUTPUT, expected_shapes
 from tandem.models.config.model import ModelConfig
-from tandem.models.config.text_part import names_in_model
 from tandem.models.files import few, naming
 from tandem.models.gguf.names import gguf_names
 
 # Names of the tables of RoPE frequencies that old checkpoints store for each layer. The tables are
 # ignored, because the frequencies are computed from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+# Names of the tensors for multi-token prediction, which are not used.
+_MTP = re.compile(r"(?:model\.)?mtp[._].+")
 
 # Name of a GGUF file's config in error messages, in place of "config.json".
 _IN_GGUF = "its header"
@@ -71,7 +73,7 @@ def _stored_in_safetensors(files: Sequence[Path], config: ModelConfig) -> dict[s
     stored: dict[str, _Stored] = {}
     for file in files:
         tensors = read_header(file).tensors
-        for own, name in names_in_model(tensors, is_text_part=config.is_text_part).items():
+        for own, name in config.names_of(tensors).items():
             stored[own] = _Stored(tensors[name].dtype, tensors[name].shape, file, name)
     return stored
 
@@ -124,6 +126,8 @@ def _forms_of(
             f"{name}_blocks": Form(((*blocks, MXFP4_BLOCK // 2),), ("U8",)),
             f"{name}_scales": Form((blocks,), ("U8",)),
         }
+    if name.endswith(CORRECTION):  # Ernie 4.5 has one row of numbers.
+        return {name: Form((shape, (1, *shape)), FLOATS)}
     return {name: Form((shape,), FLOATS)}
 
 
@@ -135,7 +139,11 @@ def _check_missing(
         return
     shown = []
     for name in missing:
-        in_file = gguf_names(name, config.architecture) if source == _IN_GGUF else [name]
+        in_file = (
+            gguf_names(name, config.architecture)
+            if source == _IN_GGUF
+            else [config.name_in_files(name)]
+        )
         shown.append(f"{' or '.join(in_file)} of shape {_shown(forms[name])}")
     raise UnsupportedModel(f"the checkpoint lacks {few(shown)}, which {source} requires")
 
@@ -145,10 +153,22 @@ def _check_surplus(
 ) -> None:
     extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
     left = tuple(f"model.layers.{layer}." for layer in extra)
+    # Keys and values of layers that read those of earlier layers.
+    left += tuple(
+        f"model.layers.{layer}.self_attn.{part}_"
+        for layer, spec in enumerate(config.layers)
+        if spec.kv_source is not None
+        for part in "kv"
+    )
     surplus = [
         each.name
         for name, each in stored.items()
-        if not (name in forms or name.startswith(left) or _DERIVED.fullmatch(name))
+        if not (
+            name in forms
+            or name.startswith(left)
+            or _DERIVED.fullmatch(name)
+            or _MTP.fullmatch(name)
+        )
         if place_of_scale(name) is None
     ]
     if surplus:

@@ -5,6 +5,7 @@ Schemes:
 - stacked: one tensor has the matrices of all experts; gate and up are joined.
 - GGUF: one tensor has the matrices of all experts; gate and up are separate.
 - gpt-oss: as stacked, but with biases, interleaved gate and up, and transposed matrices.
+- Llama 4: as stacked, but with transposed matrices.
 
 In the table, names are relative to the layer, E is the number of an expert, and "inner" is an
 expert's intermediate size.
@@ -22,6 +23,9 @@ stacked   mlp.gate.weight                               [experts, hidden]       
 GGUF      mlp.gate.weight                               [experts, hidden]
           mlp.experts.{gate,up}_proj.weight             [experts, inner, hidden]
           mlp.experts.down_proj.weight                  [experts, hidden, inner]
+Llama 4   mlp.gate.weight                               [experts, hidden]
+          mlp.experts.gate_up_proj                      [experts, hidden, 2 inner]
+          mlp.experts.down_proj                         [experts, inner, hidden]
 gpt-oss   mlp.router.{weight,bias}                      [experts, hidden], [experts]
           mlp.experts.gate_up_proj, gate and up interleaved     [experts, hidden, 2 inner]
           mlp.experts.gate_up_proj_bias                 [experts, 2 inner]
@@ -46,17 +50,20 @@ from tandem.models.config.model import ModelConfig
 Shapes = dict[str, tuple[int, ...]]
 
 MXFP4_BLOCK = 32  # number of consecutive weights of a row that share a scale
+CORRECTION = "e_score_correction_bias"
 _STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _OF_GGUF = tuple(f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down"))
 _PLACES: dict[ExpertForm, str] = {
     "mixtral": "block_sparse_moe",
     "qwen": "mlp",
     "deepseek": "mlp",
+    "llama4": "mlp",
 }
 _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
     "mixtral": ("w1", "w3", "w2"),
     "qwen": ("gate_proj", "up_proj", "down_proj"),
     "deepseek": ("gate_proj", "up_proj", "down_proj"),
+    "llama4": ("gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -77,7 +84,7 @@ class ExpertNames:
     @classmethod
     def of(cls, config: ModelConfig, stored: Collection[str]) -> Self:
         """Detects the naming scheme from the names of the stored tensors."""
-        is_stacked = config.expert_form == "gpt_oss" or any(
+        is_stacked = config.expert_form in ("gpt_oss", "llama4") or any(
             name.endswith(_STACKED) for name in stored
         )
         is_gguf = any(name.endswith(_OF_GGUF) for name in stored)
@@ -93,7 +100,7 @@ class ExpertNames:
     def correction(self) -> str:
         """Name of the learned bias that is added to the experts' scores when the router chooses
         experts."""
-        return f"{self.router}.e_score_correction_bias"
+        return f"{self.router}.{CORRECTION}"
 
     @property
     def stacked(self) -> tuple[str, ...]:
@@ -127,6 +134,8 @@ class ExpertNames:
             gate_up, down = self.stacked
             shapes[gate_up] = (experts.num, 2 * experts.inner, hidden)
             shapes[down] = (experts.num, hidden, experts.inner)
+            if self.form == "llama4":
+                shapes |= {name: (experts.num, *shapes[name][:0:-1]) for name in self.stacked}
             return shapes
         for expert in range(experts.num):
             gate, up, down = self.parts(expert)

@@ -21,7 +21,6 @@ from typing import NamedTuple
 from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.headers import FLOATS, read_header
 from tandem.models.config.model import ModelConfig
-from tandem.models.config.text_part import names_in_model
 
 _NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv]|qkv)_proj\.)?([kv])_scale")
 
@@ -52,7 +51,7 @@ def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, St
     found: dict[Place, StoredScale] = {}
     for file in files:
         tensors = read_header(file).tensors
-        for own, name in names_in_model(tensors, is_text_part=config.is_text_part).items():
+        for own, name in config.names_of(tensors).items():
             if (place := place_of_scale(own)) is None:
                 continue
             each = tensors[name]

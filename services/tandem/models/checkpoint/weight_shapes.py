@@ -27,11 +27,16 @@ from collections.abc import Collection
 from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.expert_names import ExpertNames, Shapes
 from tandem.models.config.latent import Latent
+from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+# Tensors of the embeddings that a token has for each layer (`PerLayerInputs`).
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+LAYER_PROJECTION = "model.per_layer_model_projection.weight"
+LAYER_NORM = "model.per_layer_projection_norm.weight"
 # Value of `ModelConfig.norms` -> (field of LayerWeights -> name of the norm in checkpoints).
 NORMS = {
     "before": {
@@ -48,6 +53,13 @@ NORMS = {
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
     },
+    "parallel": {"attention_norm": "input_layernorm", "mlp_norm": "input_layernorm"},
+    "around_glm": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_self_attn_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_mlp_layernorm",
+    },
 }
 _WHOLE, _KEYS, _VALUES = (f"self_attn.{part}_b_proj.weight" for part in ("kv", "k", "v"))
 
@@ -60,6 +72,11 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
     shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden), FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[OUTPUT] = (config.vocab_size, hidden)
+    if config.per_layer_inputs is not None:
+        width = config.num_layers * config.per_layer_inputs.size
+        shapes[LAYER_EMBEDDING] = (config.per_layer_inputs.vocab_size, width)
+        shapes[LAYER_PROJECTION] = (width, hidden)
+        shapes[LAYER_NORM] = (config.per_layer_inputs.size,)
     names = ExpertNames.of(config, stored)
     if not names.is_stacked and _num_experts(config) > len(stored):
         raise UnsupportedModel(
@@ -67,9 +84,18 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             f"least one tensor each, but the checkpoint has only {len(stored)} tensors"
         )
     for i, spec in enumerate(config.layers):
-        layer = _attention_shapes(config, f"model.layers.{i}", stored) | (
-            names.shapes(spec.experts, hidden) if spec.experts else _mlp_shapes(config)
+        layer = _attention_shapes(config, spec, f"model.layers.{i}", stored) | (
+            names.shapes(spec.experts, hidden)
+            if spec.experts
+            else _mlp_shapes(config, inner=spec.inner or 0)
         )
+        if config.has_layer_scalars:
+            layer["layer_scalar"] = (1,)
+        if config.per_layer_inputs is not None:
+            size = config.per_layer_inputs.size
+            layer["per_layer_input_gate.weight"] = (size, hidden)
+            layer["per_layer_projection.weight"] = (hidden, size)
+            layer["post_per_layer_input_norm.weight"] = (hidden,)
         if spec.experts and spec.experts.shared_inner:
             layer |= _mlp_shapes(config, "mlp.shared_experts", spec.experts.shared_inner)
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
@@ -80,30 +106,38 @@ def _num_experts(config: ModelConfig) -> int:
     return sum(spec.experts.num for spec in config.layers if spec.experts)
 
 
-def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) -> Shapes:
+def _attention_shapes(
+    config: ModelConfig, spec: LayerSpec, layer: str, stored: Collection[str]
+) -> Shapes:
     """Returns the shapes of a layer's attention and norms. `layer` is the name of the layer, such
     as model.layers.0."""
     hidden = config.hidden_size
-    head_dim = config.head_dim
+    heads = config.heads_of(spec)
+    head_dim = heads.dim
     norms: Shapes = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
     if config.latent is not None:
         return norms | _latent_shapes(config, config.latent, layer, stored)
     q_size = config.num_attention_heads * head_dim
-    kv_size = config.num_kv_heads * head_dim
-    linears = {"self_attn.o_proj": (hidden, q_size, config.attention_out_bias)}
-    if config.is_fused:
+    kv_size = heads.num_kv * head_dim
+    value_dim = config.value_dim or head_dim
+    num_values = config.num_attention_heads * value_dim
+    linears = {"self_attn.o_proj": (hidden, num_values, config.attention_out_bias)}
+    if config.has_fused_qkv:
         linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
     else:
         linears["self_attn.q_proj"] = (q_size, hidden, config.qkv_bias)
+    if spec.kv_source is None and not config.has_fused_qkv:
         linears["self_attn.k_proj"] = (kv_size, hidden, config.qkv_bias)
-        linears["self_attn.v_proj"] = (kv_size, hidden, config.qkv_bias)
+        if not spec.values_are_keys:
+            linears["self_attn.v_proj"] = (heads.num_kv * value_dim, hidden, config.qkv_bias)
     shapes = norms
-    if config.has_sinks:
+    if config.has_sinks and not spec.lacks_sinks:
         shapes["self_attn.sinks"] = (config.num_attention_heads,)
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm != "rotated_plain":
         has_all = config.qk_norm == "all"
         shapes["self_attn.q_norm.weight"] = (q_size if has_all else head_dim,)
-        shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)
+        if spec.kv_source is None:
+            shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)
     return shapes | _linear_shapes(linears)
 
 
@@ -145,7 +179,7 @@ def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shape
     has_bias = config.mlp_bias
     inner = inner or config.intermediate_size
     linears = {f"{name}.down_proj": (hidden, inner, has_bias)}
-    if config.is_fused:
+    if config.has_fused_mlp:
         linears[f"{name}.gate_up_proj"] = (2 * inner, hidden, has_bias)
     else:
         linears[f"{name}.gate_proj"] = linears[f"{name}.up_proj"] = (inner, hidden, has_bias)

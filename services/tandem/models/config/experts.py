@@ -6,7 +6,14 @@ from typing import Any
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.families import Family
-from tandem.models.config.fields import flag, number, size
+from tandem.models.config.fields import (
+    flag,
+    layer_number,
+    one_per_layer,
+    optional_number,
+    same_size,
+    size,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,7 @@ class Experts:
     is the weighted sum of the outputs of these experts.
 
     The weights are computed from the router's logits: by softmax over all experts, by softmax over
-    the chosen experts, or with `is_corrected` by sigmoid.
+    the chosen experts, or with `has_sigmoids` by sigmoid.
     """
 
     num: int
@@ -32,7 +39,10 @@ class Experts:
     inner: int  # intermediate size of each expert
     is_normalized: bool  # True: weights are divided by their sum before `scale` is applied.
     has_biases: bool = False  # True: the router and all matrices of the experts have biases.
-    is_corrected: bool = False  # True: experts are ranked by sigmoid(logit) plus a learned bias.
+    has_sigmoids: bool = False  # True: the score of an expert is sigmoid(logit), not a softmax.
+    is_corrected: bool = False  # True: experts are ranked by their score plus a learned bias.
+    # True: the weight of an expert multiplies the expert's input instead of its output.
+    weighs_inputs: bool = False
     groups: ExpertGroups | None = None
     scale: float = 1.0  # factor on the weights of the chosen experts
     shared_inner: int = 0  # sum of the intermediate sizes of all shared experts; 0: there are none
@@ -46,56 +56,69 @@ def read_experts(
     Raises UnsupportedModel naming the field that is not supported."""
     if not family.experts:
         return [None] * num_layers
-    num = size(config, _num_experts_key(config, family))
-    top_k = size(config, "num_experts_per_tok")
+    num = same_size(config, _num_experts_key(config, family))
+    top_k = same_size(config, "num_experts_per_tok")
     if top_k > num:
         raise UnsupportedModel(
             f"num_experts_per_tok is {top_k}; it must be at most the number of experts, {num}"
         )
-    if family.experts == "deepseek":
-        return _deepseek_experts(config, family, num_layers, num, top_k)
-    is_chosen = family.experts == "qwen"
-    experts = Experts(
-        num=num,
-        top_k=top_k,
-        inner=size(config, "moe_intermediate_size" if is_chosen else "intermediate_size"),
-        is_normalized=not is_chosen or flag(config, "norm_topk_prob"),
-        has_biases=family.experts == "gpt_oss",
-    )
-    if not is_chosen:
-        return [experts] * num_layers
-    dense = config.get("mlp_only_layers") or ()
-    if not isinstance(dense, Sequence) or any(type(layer) is not int for layer in dense):
-        raise UnsupportedModel(
-            f"mlp_only_layers is {dense!r:.80}; it must be a list of layer numbers"
-        )
-    step = size(config, "decoder_sparse_step")
-    return [
-        experts if layer not in dense and (layer + 1) % step == 0 else None
-        for layer in range(num_layers)
-    ]
-
-
-def _deepseek_experts(
-    config: Mapping[str, Any], family: Family, num_layers: int, num: int, top_k: int
-) -> list[Experts | None]:
-    num_dense = config.get("first_k_dense_replace")
-    if type(num_dense) is not int or num_dense < 0:
-        raise UnsupportedModel(
-            f"first_k_dense_replace is {num_dense!r:.80}; it must be an integer of at least 0"
-        )
-    inner = size(config, "moe_intermediate_size")
+    is_deepseek = family.experts == "deepseek"
+    has_own_size = family.experts in ("qwen", "deepseek", "llama4")
+    inner = size(config, "moe_intermediate_size" if has_own_size else "intermediate_size")
+    has_shared = "n_shared_experts" in family.defaults
     experts = Experts(
         num=num,
         top_k=top_k,
         inner=inner,
-        is_normalized=family.is_corrected and flag(config, "norm_topk_prob"),
+        is_normalized=not has_own_size or flag(config, "norm_topk_prob"),
+        has_biases=family.experts == "gpt_oss",
+        has_sigmoids=family.has_sigmoids,
         is_corrected=family.is_corrected,
-        groups=_groups(config, family, num, top_k),
-        scale=number(config, "routed_scaling_factor", 1.0),
-        shared_inner=inner * size(config, "n_shared_experts"),
+        weighs_inputs=family.weighs_inputs,
+        groups=_groups(config, family, num, top_k) if is_deepseek else None,
+        scale=optional_number(config, "routed_scaling_factor", 1.0) if is_deepseek else 1.0,
+        shared_inner=inner * size(config, "n_shared_experts") if has_shared else 0,
     )
-    return [experts if layer >= num_dense else None for layer in range(num_layers)]
+    return [experts if is_sparse else None for is_sparse in _are_sparse(config, family, num_layers)]
+
+
+def _are_sparse(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """Returns, for each layer, whether it has experts."""
+    if family.expert_layers == "all":
+        return [True] * num_layers
+    if family.expert_layers == "steps":
+        dense = config.get("mlp_only_layers") or ()
+        if not isinstance(dense, Sequence) or any(type(layer) is not int for layer in dense):
+            raise UnsupportedModel(
+                f"mlp_only_layers is {dense!r:.80}; it must be a list of layer numbers"
+            )
+        step = size(config, "decoder_sparse_step")
+        return [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    if family.expert_layers == "listed":
+        listed = config.get("moe_layers")
+        if listed is None:
+            step = size(config, "interleave_moe_layer_step")
+            return [(layer + 1) % step == 0 for layer in range(num_layers)]
+        if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
+            raise UnsupportedModel(
+                f"moe_layers is {listed!r:.80}; it must be a list of layer numbers"
+            )
+        return [layer in listed for layer in range(num_layers)]
+    if family.expert_layers == "range":
+        step = size(config, "moe_layer_interval")
+        first = layer_number(config, "moe_layer_start_index")
+        last = config.get("moe_layer_end_index", -1)
+        last = num_layers - 1 if last == -1 else layer_number(config, "moe_layer_end_index")
+        return [(layer + 1) % step == 0 and first <= layer <= last for layer in range(num_layers)]
+    if family.expert_layers == "types" and (kinds := config.get("mlp_layer_types")) is not None:
+        kinds = one_per_layer(kinds, "mlp_layer_types", num_layers)
+        if any(kind not in ("dense", "sparse") for kind in kinds):
+            raise UnsupportedModel(
+                f"mlp_layer_types is {kinds!r:.80}; it must have dense or sparse for each layer"
+            )
+        return [kind == "sparse" for kind in kinds]
+    num_dense = layer_number(config, "first_k_dense_replace")
+    return [layer >= num_dense for layer in range(num_layers)]
 
 
 def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> ExpertGroups | None:
@@ -121,6 +144,6 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
 
 
 def _num_experts_key(config: Mapping[str, Any], family: Family) -> str:
-    if family.experts == "deepseek":
+    if family.experts in ("deepseek", "llama4"):
         return "n_routed_experts"
     return "num_experts" if "num_experts" in config else "num_local_experts"

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Norms = Literal["before", "after", "around"]
-QkNorm = Literal["", "head", "all"]
-Windows = Literal["none", "all", "switched", "chosen", "pattern"]
-ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek"]
+Norms = Literal["before", "after", "around", "around_glm", "parallel"]
+QkNorm = Literal["", "head", "all", "rotated", "rotated_plain"]
+Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
+ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4"]
+Fused = Literal["", "mlp", "all"]
+ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +25,24 @@ class Family:
     norms: the positions of the RMSNorms of attention and of the MLP:
         "before": on the input;
         "after": on the output, before the residual is added;
-        "around": on both.
+        "around": on both;
+        "around_glm": on both, with the tensor names of GLM 4;
+        "parallel": one norm on the input of both: the MLP reads the residual stream before the
+            output of attention is added (Cohere).
+    centers_norms: norms of the residual stream are LayerNorms without biases, not RMSNorms.
     norm_offset: a number added to the stored weights of norms: 1 for Gemma, otherwise 0.
-    qk_norm: RMSNorm of q and k before RoPE:
+    qk_norm: RMSNorm of q and k, before RoPE if nothing else is said:
         "": none;
         "head": over each head;
-        "all": over all heads together.
+        "all": over all heads together;
+        "rotated": over each head, after RoPE;
+        "rotated_plain": over each head, after RoPE, without weights, in layers with RoPE only.
+    qk_norm_key: the key of config.json that turns these norms on; empty: they are always on.
     biases: the linear layers of attention that have biases:
         "config": q, k, v and the output, if `attention_bias` is true;
+        "config_qkv": q, k and v if `attention_bias` is true, the output never;
+        "config_apart": q, k and v if `attention_bias` is true, the output if `attention_out_bias`
+            is true;
         "qkv": q, k and v always, the output never;
         "none": none.
     windows: the layers that have a window of `sliding_window` tokens:
@@ -42,14 +54,30 @@ class Family:
             without RoPE, in other families the layers from number `max_window_layers` on;
         "pattern": the layers that `layer_types` names. Without `layer_types`, all but every n-th
             layer, where n is `sliding_window_pattern`. With 6, layers 0 to 4 have a window, and
-            layer 5 has none.
+            layer 5 has none;
+        "chunked": no sliding windows. The layers that `layer_types` names, or without it those with
+            RoPE, attend within chunks of `attention_chunk_size` tokens.
     pattern: the default of `sliding_window_pattern`.
     rope_theta: the default of `rope_theta`.
     has_rope_by_kind: layers with a window and layers without one have different RoPE parameters.
     has_no_rope_layers: some layers have no RoPE (`no_rope_layers`).
-    is_fused: checkpoints store q, k and v as one matrix, and gate and up as one.
-    has_partial_rope: RoPE may rotate only a part of each head (`partial_rotary_factor`); the only
-        supported scaling is longrope.
+    rope_in_windows: whether only the layers with a window have RoPE:
+        "": no;
+        "or_all": yes; if `sliding_window` is null, all layers have RoPE;
+        "only": yes, and `sliding_window` must not be null.
+    query_scaling: the layers in which a factor that grows with the position multiplies the queries:
+        "": none;
+        "all": all (`llama_4_scaling_beta` of the RoPE parameters);
+        "no_rope": those without RoPE, if `attn_temperature_tuning` is true.
+    has_rope_pairs: RoPE rotates element 2 i of a head with element 2 i + 1. In other families it
+        rotates element i with element i + D / 2, where D is the number of rotated elements.
+    fused: the matrices that checkpoints store as one:
+        "": none;
+        "mlp": gate and up;
+        "all": gate and up, and also q, k and v.
+    has_partial_rope: RoPE may rotate only a part of each head (`partial_rotary_factor`). With
+        latent attention, the factor must be the rotated part of a query.
+    scalings: the supported kinds of RoPE scaling (`RopeScaling`).
     is_length_scaled: `max_position_embeddings` is always the context after RoPE scaling. In other
         families this depends on the kind of scaling (`RopeScaling.max_model_len`).
     activation_key: the key of config.json that names the activation of the MLP.
@@ -57,14 +85,27 @@ class Family:
         "": none;
         "granite": the factors in keys such as `embedding_multiplier`;
         "gemma": embeddings are multiplied by the square root of the hidden size, and scores are
-            divided by the square root of `query_pre_attn_scalar`.
-    experts: the layers that have experts, and the naming of the config keys and tensors:
-        "": none;
-        "mixtral", "gpt_oss": all layers;
-        "qwen": every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`;
-        "deepseek": the layers from number `first_k_dense_replace` on.
-    is_corrected: experts are chosen by the sigmoid of their logit plus a learned bias
-        (DeepSeek V3).
+            divided by the square root of `query_pre_attn_scalar`;
+        "cohere": logits are multiplied by `logit_scale`.
+    experts: the naming of the experts' config keys and tensors; empty: there are no experts.
+    expert_layers: the layers that have experts:
+        "all": all;
+        "steps": every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`;
+        "from": the layers from number `first_k_dense_replace` on;
+        "types": those that `mlp_layer_types` calls "sparse"; without it, as "from";
+        "range": every `moe_layer_interval`-th layer from `moe_layer_start_index` to
+            `moe_layer_end_index` (-1: the last layer);
+        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer.
+    has_sigmoids: the score of an expert is the sigmoid of its logit instead of a softmax.
+    is_corrected: experts are chosen by their score plus a learned bias.
+    weighs_inputs: the weight of an expert multiplies its input instead of its output.
+    has_mimo_layers: the layers are MiMo V2's: those with a window have twice as many KV heads, and
+        only these have attention sinks; values have a size of their own (`v_head_dim`) and are
+        multiplied by `attention_value_scale`; the first layer never has a window.
+    has_rotary_dim: `rotary_dim` is the number of rotated elements of a head, if nothing else says.
+    has_gemma4_layers: the layers are Gemma 4's: those without a window have heads of their own
+        (`global_head_dim`), the last ones read the KV of earlier layers (`num_kv_shared_layers`),
+        values are normalized, and each layer has a scalar and may have embeddings of its own.
     is_latent: attention is latent (latent.py).
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
@@ -75,6 +116,9 @@ class Family:
         all families may have are in quantization.py.
     has_caps: logits and attention scores may be soft-capped (`final_logit_softcapping` and
         `attn_logit_softcapping`).
+    key_names: name of a key of config.json in this package -> name that it has in this family.
+    tensor_names: part of the name of a tensor in this family's checkpoints -> the part that stands
+        there in this package.
     refuses: keys that must be absent, null or false.
     demands: keys that must be absent or have one of the values listed for the key.
     defaults: values of keys that are absent from config.json.
@@ -82,26 +126,40 @@ class Family:
 
     norms: Norms = "before"
     norm_offset: float = 0.0
+    centers_norms: bool = False
     qk_norm: QkNorm = ""
-    biases: Literal["config", "qkv", "none"] = "config"
+    qk_norm_key: str = ""
+    biases: Literal["config", "config_qkv", "config_apart", "qkv", "none"] = "config"
     windows: Windows = "none"
     pattern: int = 1
     rope_theta: float = 10000.0
     has_rope_by_kind: bool = False
     has_no_rope_layers: bool = False
-    is_fused: bool = False
+    rope_in_windows: Literal["", "or_all", "only"] = ""
+    query_scaling: Literal["", "all", "no_rope"] = ""
+    has_rope_pairs: bool = False
+    fused: Fused = ""
     has_partial_rope: bool = False
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     is_length_scaled: bool = False
     activation_key: str = "hidden_act"
-    multipliers: Literal["", "granite", "gemma"] = ""
+    multipliers: Literal["", "granite", "gemma", "cohere"] = ""
     experts: ExpertForm = ""
+    expert_layers: ExpertLayers = "all"
+    has_sigmoids: bool = False
     is_corrected: bool = False
+    weighs_inputs: bool = False
+    has_mimo_layers: bool = False
+    has_rotary_dim: bool = False
+    has_gemma4_layers: bool = False
     is_latent: bool = False
     has_extra_layers: bool = False
     has_sinks: bool = False
     has_clamped_gates: bool = False
     quantization: str = ""
     has_caps: bool = False
+    key_names: Mapping[str, str] = field(default_factory=dict)
+    tensor_names: Mapping[str, str] = field(default_factory=dict)
     refuses: tuple[str, ...] = ()
     demands: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -131,6 +189,22 @@ _DEEPSEEK = {
     "v_head_dim": 128,
 }
 
+# Routing without groups, in families for which transformers does not read the keys of groups.
+_NO_GROUPS = {"n_group": (1,), "topk_group": (1,)}
+# Routing whose weights are always normalized.
+_NORMALIZED = _NO_GROUPS | {"norm_topk_prob": (True,)}
+_NORMALIZED_DEFAULTS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+
+# transformers' defaults for GLM 4.5 to 4.7.
+_GLM = {
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "topk_group": 1,
+}
+
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(windows="all", defaults={"sliding_window": 4096}),
@@ -149,6 +223,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="head",
         windows="switched",
         experts="qwen",
+        expert_layers="steps",
         defaults={
             "sliding_window": 4096,
             "num_local_experts": 128,
@@ -182,6 +257,7 @@ FAMILIES: Mapping[str, Family] = {
         is_latent=True,
         is_length_scaled=True,
         experts="deepseek",
+        expert_layers="from",
         # Implementations disagree: transformers ignores norm_topk_prob, the models' own code does
         # not.
         refuses=("norm_topk_prob",),
@@ -205,6 +281,8 @@ FAMILIES: Mapping[str, Family] = {
         is_latent=True,
         is_length_scaled=True,
         experts="deepseek",
+        expert_layers="from",
+        has_sigmoids=True,
         is_corrected=True,
         has_extra_layers=True,
         demands={
@@ -232,12 +310,22 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"tie_word_embeddings": True},
     ),
     "Olmo2ForCausalLM": Family(norms="after", qk_norm="all", defaults={"rms_norm_eps": 1e-5}),
+    "Olmo3ForCausalLM": Family(
+        norms="after",
+        qk_norm="all",
+        windows="pattern",
+        pattern=4,
+        rope_theta=500000.0,
+        has_rope_by_kind=True,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    ),
     "GraniteForCausalLM": Family(multipliers="granite"),
     "Phi3ForCausalLM": Family(
         biases="none",
         windows="all",
-        is_fused=True,
+        fused="all",
         has_partial_rope=True,
+        scalings=("longrope",),
         is_length_scaled=True,
         defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
@@ -267,5 +355,366 @@ FAMILIES: Mapping[str, Family] = {
         # Implementations disagree: transformers ignores attn_logit_softcapping, others do not.
         refuses=("attn_logit_softcapping", "use_bidirectional_attention"),
         defaults=_GEMMA,
+    ),
+    "GlmForCausalLM": Family(
+        biases="config_qkv",
+        has_rope_pairs=True,
+        has_partial_rope=True,
+        fused="mlp",
+        defaults={
+            "attention_bias": True,
+            "head_dim": 128,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1.5625e-7,
+        },
+    ),
+    "Glm4ForCausalLM": Family(
+        norms="around_glm",
+        biases="config_qkv",
+        has_rope_pairs=True,
+        has_partial_rope=True,
+        fused="mlp",
+        defaults={
+            "attention_bias": True,
+            "head_dim": 128,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1.5625e-7,
+        },
+    ),
+    "Glm4MoeForCausalLM": Family(
+        qk_norm="head",
+        qk_norm_key="use_qk_norm",
+        biases="config_qkv",
+        has_partial_rope=True,
+        experts="deepseek",
+        expert_layers="from",
+        has_sigmoids=True,
+        is_corrected=True,
+        has_extra_layers=True,
+        defaults=_GLM
+        | {
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        has_extra_layers=True,
+        defaults=_GLM
+        | {
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 512,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "routed_scaling_factor": 1.8,
+            "v_head_dim": 256,
+        },
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        qk_norm="all",
+        biases="none",
+        rope_theta=5000000.0,
+        has_partial_rope=True,
+        has_rotary_dim=True,
+        experts="mixtral",
+        has_sigmoids=True,
+        is_corrected=True,
+        tensor_names={
+            ".block_sparse_moe.e_score_correction_bias": (
+                ".block_sparse_moe.gate.e_score_correction_bias"
+            )
+        },
+        defaults={"head_dim": 128, "num_experts_per_tok": 8, "num_local_experts": 256},
+    ),
+    "SeedOssForCausalLM": Family(
+        biases="config_apart", defaults={"attention_bias": True, "head_dim": 128}
+    ),
+    "Exaone4ForCausalLM": Family(
+        norms="after",
+        qk_norm="head",
+        biases="none",
+        windows="pattern",
+        pattern=4,
+        rope_in_windows="or_all",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        rope_theta=500000.0,
+        has_rope_pairs=True,
+        key_names={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        biases="none",
+        rope_theta=500000.0,
+        has_rope_pairs=True,
+        experts="deepseek",
+        expert_layers="range",
+        is_corrected=True,
+        key_names={
+            "n_routed_experts": "moe_num_experts",
+            "n_shared_experts": "moe_num_shared_experts",
+            "num_experts_per_tok": "moe_k",
+        },
+        tensor_names={
+            ".mlp.moe_statics.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"
+        },
+        refuses=("use_bias",),
+        demands=_NORMALIZED | {"moe_norm_min": (1e-12,), "routed_scaling_factor": (1.0,)},
+        defaults=_NORMALIZED_DEFAULTS
+        | {
+            "moe_intermediate_size": 1536,
+            "moe_layer_interval": 1,
+            "moe_layer_start_index": 1,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "HYV3ForCausalLM": Family(
+        qk_norm="head",
+        rope_theta=11158840.0,
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        has_extra_layers=True,
+        key_names={
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+            "routed_scaling_factor": "router_scaling_factor",
+        },
+        tensor_names={
+            ".mlp.expert_bias": ".mlp.gate.e_score_correction_bias",
+            ".mlp.router.gate.": ".mlp.gate.",
+            ".mlp.shared_mlp.": ".mlp.shared_experts.",
+        },
+        demands=_NORMALIZED,
+        defaults=_NORMALIZED_DEFAULTS
+        | {
+            "first_k_dense_replace": 1,
+            "head_dim": 128,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 192,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "num_nextn_predict_layers": 1,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 2.826,
+        },
+    ),
+    "Cohere2ForCausalLM": Family(
+        norms="parallel",
+        centers_norms=True,
+        windows="pattern",
+        pattern=4,
+        rope_in_windows="only",
+        has_rope_pairs=True,
+        multipliers="cohere",
+        key_names={"rms_norm_eps": "layer_norm_eps"},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "tie_word_embeddings": True},
+    ),
+    "Ministral3ForCausalLM": Family(
+        biases="none",
+        windows="all",
+        is_length_scaled=True,
+        query_scaling="all",
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "Mistral4ForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        has_partial_rope=True,
+        query_scaling="all",
+        experts="deepseek",
+        expert_layers="from",
+        # With one group, the experts need no sums of two scores of a group.
+        demands=_NO_GROUPS,
+        defaults={
+            "first_k_dense_replace": 0,
+            "kv_lora_rank": 256,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 4,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            "topk_group": 1,
+            "v_head_dim": 128,
+        },
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qk_norm="rotated",
+        scalings=("linear", "llama3", "yarn", "alpha"),
+        tensor_names={".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."},
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        qk_norm="rotated",
+        scalings=("linear", "llama3", "yarn", "alpha"),
+        experts="deepseek",
+        key_names={
+            "moe_intermediate_size": "intermediate_size",
+            "n_routed_experts": "num_experts",
+            "num_experts_per_tok": "moe_topk",
+        },
+        tensor_names={
+            ".query_layernorm.": ".q_norm.",
+            ".key_layernorm.": ".k_norm.",
+            ".mlp.gate.wg.": ".mlp.gate.",
+            ".mlp.shared_mlp.": ".mlp.shared_experts.",
+        },
+        demands=_NORMALIZED | {"n_shared_experts": (1,), "routed_scaling_factor": (1.0,)},
+        defaults=_NORMALIZED_DEFAULTS
+        | {
+            "n_routed_experts": 1,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "Llama4ForCausalLM": Family(
+        qk_norm="rotated_plain",
+        qk_norm_key="use_qk_norm",
+        windows="chunked",
+        rope_theta=500000.0,
+        has_no_rope_layers=True,
+        has_rope_pairs=True,
+        query_scaling="no_rope",
+        experts="llama4",
+        expert_layers="listed",
+        has_sigmoids=True,
+        weighs_inputs=True,
+        key_names={
+            "intermediate_size": "intermediate_size_mlp",
+            "moe_intermediate_size": "intermediate_size",
+            "n_routed_experts": "num_local_experts",
+        },
+        tensor_names={
+            ".feed_forward.router.": ".mlp.gate.",
+            ".feed_forward.shared_expert.": ".mlp.shared_experts.",
+            ".feed_forward.": ".mlp.",
+        },
+        defaults={
+            "attention_chunk_size": 8192,
+            "attn_scale": 0.1,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "head_dim": 128,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 16384,
+            "n_routed_experts": 16,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
+            "rms_norm_eps": 1e-5,
+            "use_qk_norm": True,
+        },
+    ),
+    "Gemma4ForCausalLM": Family(
+        norms="around",
+        qk_norm="head",
+        windows="pattern",
+        pattern=6,
+        has_rope_by_kind=True,
+        scalings=(*Family().scalings, "proportional"),
+        is_length_scaled=True,
+        activation_key="hidden_activation",
+        multipliers="gemma",
+        has_caps=True,
+        has_gemma4_layers=True,
+        refuses=("attn_logit_softcapping", "enable_moe_block"),
+        demands={
+            "query_pre_attn_scalar": (1,),
+            "use_bidirectional_attention": (None, "vision"),
+        },
+        defaults={
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 256,
+            "query_pre_attn_scalar": 1,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1000000.0,
+                },
+            },
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "MiMoV2FlashForCausalLM": Family(
+        biases="config_qkv",
+        windows="pattern",
+        pattern=6,
+        has_rope_by_kind=True,
+        has_partial_rope=True,
+        has_sinks=True,
+        has_mimo_layers=True,
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        demands={"partial_rotary_factor": (0.334,)},
+        defaults={
+            "attention_value_scale": 0.707,
+            "first_k_dense_replace": 1,
+            "head_dim": 192,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 256,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "partial_rotary_factor": 0.334,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "sliding_window": 129,
+            "topk_group": 1,
+            "v_head_dim": 128,
+        },
+        tensor_names={".attention_sink_bias": ".sinks"},
     ),
 }

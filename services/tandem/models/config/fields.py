@@ -6,7 +6,7 @@ Python.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.errors import UnsupportedModel
@@ -18,6 +18,31 @@ def size(config: Mapping[str, Any], name: str) -> int:
     if type(value) is not int or value < 1:
         raise UnsupportedModel(f"{name} is {value!r:.80}; it must be a positive integer")
     return value
+
+
+def same_size(config: Mapping[str, Any], name: str) -> int:
+    """Returns the field `name`: a positive integer, or a list that has the same integer for each
+    layer. Raises UnsupportedModel."""
+    value = config.get(name)
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        return size({name: value[0]}, name)
+    return size(config, name)
+
+
+def layer_number(config: Mapping[str, Any], name: str) -> int:
+    """Returns the field `name`, an integer of at least 0. Raises UnsupportedModel."""
+    value = config.get(name)
+    if type(value) is not int or value < 0:
+        raise UnsupportedModel(f"{name} is {value!r:.80}; it must be an integer of at least 0")
+    return value
+
+
+def one_per_layer(values: object, key: str, num_layers: int) -> Sequence[Any]:
+    """Returns the first `num_layers` items of `values`, the value of the field `key`. Raises
+    UnsupportedModel if it is no list or shorter."""
+    if not isinstance(values, list) or len(values) < num_layers:
+        raise UnsupportedModel(f"{key} must be a list with a value for each of {num_layers} layers")
+    return values[:num_layers]
 
 
 def optional_size(config: Mapping[str, Any], name: str, default: int) -> int:

@@ -11,7 +11,7 @@ that routers do not import transformers and torch (implementation.py).
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from transformers import PreTrainedConfig
@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tandem.errors import UnsupportedModel
 from tandem.models.config.layers import LAYERS_MAX
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 # Field that is set -> why a model with it cannot be computed.
 _REFUSED_FIELDS = {
     "is_encoder_decoder": "it is an encoder-decoder, and only decoders are supported",
@@ -41,13 +41,14 @@ _REFUSED_ROPES = ("dynamic", "longrope")
 
 class DecoderSizes(TypedDict):
     """The sizes of a decoder. `windows` has, for each layer, the largest number of tokens to which
-    a token attends; None if it attends to all earlier tokens. With chunked attention, this is the
-    size of a chunk."""
+    a token attends; None if it attends to all earlier tokens. `are_chunked` has, for each layer,
+    whether this is the size of a chunk (`LayerSpec`)."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     windows: list[int | None]
+    are_chunked: list[bool]
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
@@ -64,11 +65,17 @@ def read_sizes(config: Mapping[str, Any]) -> DecoderSizes:
     num_heads = _size(read, "num_attention_heads")
     hidden_size = _size(read, "hidden_size")
     max_model_len = _size(read, "max_position_embeddings")
+    kinds = _layer_types(read)
+    windows = _windows(read, kinds, max_model_len)
     return DecoderSizes(
         architecture=architecture,
         vocab_size=_size(read, "vocab_size"),
         hidden_size=hidden_size,
-        windows=_windows(read, max_model_len),
+        windows=windows,
+        are_chunked=[
+            kind == _CHUNKED and window is not None
+            for kind, window in zip(kinds, windows, strict=True)
+        ],
         num_attention_heads=num_heads,
         num_kv_heads=getattr(read, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(read, "head_dim", None) or hidden_size // num_heads,
@@ -128,7 +135,7 @@ def _rope_types(config: PreTrainedConfig) -> list[str]:
     return [str(each.get("rope_type") or each.get("type")) for each in kinds]
 
 
-def layer_types(config: PreTrainedConfig) -> list[str]:
+def _layer_types(config: PreTrainedConfig) -> list[str]:
     """Returns the type of attention of each layer. Raises UnsupportedModel for other types than
     full, sliding and chunked attention."""
     num_layers = _size(config, "num_hidden_layers")
@@ -137,22 +144,24 @@ def layer_types(config: PreTrainedConfig) -> list[str]:
             f"num_hidden_layers is {num_layers}; it must be at most {LAYERS_MAX}"
         )
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * num_layers
+    kinds = getattr(config, "layer_types", None) or [_SLIDING if window else _FULL] * num_layers
     for kind in kinds:
-        if kind not in (FULL, SLIDING, CHUNKED):
+        if kind not in (_FULL, _SLIDING, _CHUNKED):
             raise UnsupportedModel(
                 f"layer_types has {kind!r:.80}, which is not supported through transformers; "
-                f"supported are {FULL}, {SLIDING} and {CHUNKED}"
+                f"supported are {_FULL}, {_SLIDING} and {_CHUNKED}"
             )
     return list(kinds)
 
 
-def _windows(config: PreTrainedConfig, max_model_len: int) -> list[int | None]:
-    fields = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
-    sizes = {kind: _size(config, fields[kind]) for kind in layer_types(config) if kind in fields}
+def _windows(
+    config: PreTrainedConfig, kinds: Sequence[str], max_model_len: int
+) -> list[int | None]:
+    fields = {_SLIDING: "sliding_window", _CHUNKED: "attention_chunk_size"}
+    sizes = {kind: _size(config, fields[kind]) for kind in kinds if kind in fields}
     return [
         None if (size := sizes.get(kind)) is None or size >= max_model_len else size
-        for kind in layer_types(config)
+        for kind in kinds
     ]
 
 

@@ -51,10 +51,13 @@ def read_model_config(
                 f"{error.message}. {EXTRA} computes more architectures"
             ) from error
     sizes = _read_sizes(config)
-    windows = sizes.pop("windows")
+    windows, are_chunked = sizes.pop("windows"), sizes.pop("are_chunked")
     return ModelConfig(
         **sizes,
-        layers=tuple(LayerSpec(rope=NO_ROPE, window=window) for window in windows),
+        layers=tuple(
+            LayerSpec(rope=NO_ROPE, window=window, is_chunked=is_chunked)
+            for window, is_chunked in zip(windows, are_chunked, strict=True)
+        ),
         eos_token_ids=read_eos_token_ids(config, generation_config),
         torch_dtype=read_dtype(config),
         implementation="transformers",

@@ -16,14 +16,14 @@ other part.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.common.dtypes import RotatedKey, is_quantized
 from tandem.errors import UnsupportedModel
 from tandem.models.config.families import Family
 from tandem.models.config.fields import flag, number, size
-from tandem.models.config.rope import rope_parameters, yarn_scale
+from tandem.models.config.rope import Rope, rope_parameters, yarn_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,16 @@ class Latent:
     def q_dim(self) -> int:
         """Number of elements in a head's query before the projection into the latent space."""
         return self.plain_dim + self.rope_dim
+
+    def whole_rope(self, rope: Rope) -> Rope:
+        """Returns RoPE parameters for the rotated part of a query, given those for the whole query.
+        Raises UnsupportedModel if `partial_rotary_factor` contradicts the sizes."""
+        if rope.rotary_share != 1.0 and rope.rotary_dim(self.q_dim) != self.rope_dim:
+            raise UnsupportedModel(
+                f"partial_rotary_factor is {rope.rotary_share}; it must be "
+                f"{self.rope_dim / self.q_dim}, the part of a query that qk_rope_head_dim rotates"
+            )
+        return replace(rope, rotary_share=1.0)
 
     def rotated_key(self, kv_dtype: str, computed_dtype: str) -> RotatedKey | None:
         """Returns the size and dtype of the rotated key in a quantized KV cache. Only the latent is

@@ -4,22 +4,38 @@ Properties that all layers share are in `ModelConfig`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.experts import Experts, read_experts
 from tandem.models.config.families import Family
-from tandem.models.config.fields import flag, optional_size
-from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
+from tandem.models.config.fields import (
+    flag,
+    layer_number,
+    number,
+    one_per_layer,
+    optional_size,
+    size,
+)
+from tandem.models.config.rope import NO_ROPE, QueryScaling, Rope, read_query_scaling, read_ropes
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
+_CHUNKED = "chunked_attention"
 LAYERS_MAX = 4096  # maximum number of layers; a larger number means that config.json is broken
 # transformers' default of `max_window_layers` (Qwen): the first 28 layers have no window.
 _DEFAULT_WINDOW_LAYERS = 28
 # transformers' default of `no_rope_layer_interval` (SmolLM3): every 4th layer has no RoPE.
 _DEFAULT_NO_ROPE_INTERVAL = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The KV heads of a layer."""
+
+    num_kv: int
+    dim: int  # number of elements of a head, also of the query heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +46,18 @@ class LayerSpec:
     # Number of tokens that a token attends to, including itself. None: the token itself and all
     # earlier tokens.
     window: int | None = None
+    # True: the layer attends within chunks of `window` tokens instead of a sliding window. The
+    # token at position p attends to the tokens from position p - p % window on.
+    is_chunked: bool = False
     experts: Experts | None = None  # experts of the layer; None: the layer has a dense MLP
+    heads: Heads | None = None  # None: the layer has the model's heads
+    # Number of the earlier layer whose keys and values this layer reads. None: the layer has its
+    # own.
+    kv_source: int | None = None
+    inner: int | None = None  # intermediate size of the MLP; None: the model's
+    lacks_sinks: bool = False  # True: the layer has no attention sinks, although others have.
+    # True: values are computed by the matrix of the keys.
+    values_are_keys: bool = False
 
 
 def read_layers(
@@ -44,15 +71,38 @@ def read_layers(
         )
     have_rope = _have_rope(config, family, num_layers)
     slide = _have_window(config, family, have_rope)
-    window = _window(config) if any(slide) else None
-    _check_layer_types(config, slide if window else [False] * num_layers)
-    if window is not None and window >= max_model_len:
+    is_chunked = family.windows == "chunked"
+    window_key = "attention_chunk_size" if is_chunked else "sliding_window"
+    window = _window(config, window_key) if any(slide) else None
+    if family.rope_in_windows:
+        have_window = config.get("sliding_window") is not None
+        if not have_window and family.rope_in_windows == "only":
+            raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
+        have_rope = slide if have_window else have_rope
+    _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
+    # Layers whose heads differ from those of layers without a window need a KV group of their own.
+    has_own_heads = family.has_gemma4_layers or family.has_mimo_layers
+    if has_own_heads and any(slide) and window is None:
+        raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
+    if window is not None and window >= max_model_len and not has_own_heads:
         window = None
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    if family.query_scaling == "all":
+        scaling = read_query_scaling(config)
+        ropes = {kind: replace(rope, query_scaling=scaling) for kind, rope in ropes.items()}
+    no_rope = NO_ROPE
+    if family.query_scaling == "no_rope" and flag(config, "attn_temperature_tuning"):
+        scaling = QueryScaling(
+            number(config, "attn_scale", 0.1), size(config, "floor_scale"), offset=1
+        )
+        no_rope = replace(NO_ROPE, query_scaling=scaling)
     return tuple(
         LayerSpec(
-            rope=ropes[_SLIDING if slides else _FULL] if has_rope else NO_ROPE,
+            rope=ropes[_SLIDING if slides else _FULL] if has_rope else no_rope,
             window=window if slides else None,
+            is_chunked=is_chunked and slides and window is not None,
+            heads=_mimo_heads(config) if family.has_mimo_layers and slides else None,
+            lacks_sinks=family.has_mimo_layers and not slides,
             experts=experts,
         )
         for slides, has_rope, experts in zip(
@@ -68,7 +118,7 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
     # `no_rope_layers` has one number per layer. Despite its name, 1 means that the layer has RoPE.
     given = config.get("no_rope_layers")
     if given is not None:
-        have_rope = _one_per_layer(given, "no_rope_layers", num_layers)
+        have_rope = one_per_layer(given, "no_rope_layers", num_layers)
         if any(each not in (0, 1) for each in have_rope):
             raise UnsupportedModel(
                 f"no_rope_layers is {given!r:.80}; it must have a 0 or a 1 for each layer"
@@ -89,27 +139,41 @@ def _have_window(config: Mapping[str, Any], family: Family, have_rope: list[bool
         return [True] * num_layers
     kinds = config.get("layer_types")
     if kinds is not None:
-        return [_slides(kind) for kind in _one_per_layer(kinds, "layer_types", num_layers)]
+        kinds = one_per_layer(kinds, "layer_types", num_layers)
+        return [_is_local(kind, _local_kind(family)) for kind in kinds]
+    if family.windows == "chunked":
+        has_chunks = config.get("attention_chunk_size") is not None
+        return [has_rope and has_chunks for has_rope in have_rope]
     if family.windows == "pattern":
         pattern = optional_size(config, "sliding_window_pattern", family.pattern)
-        return [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+        slide = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+        return [False, *slide[1:]] if family.has_mimo_layers else slide
     if family.has_no_rope_layers:
         return [not has_rope for has_rope in have_rope]
-    num_full = config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS)
-    if type(num_full) is not int or num_full < 0:
-        raise UnsupportedModel(
-            f"max_window_layers is {num_full!r:.80}; it must be an integer of at least 0"
-        )
+    num_full = layer_number(
+        {"max_window_layers": _DEFAULT_WINDOW_LAYERS, **config}, "max_window_layers"
+    )
     return [layer >= num_full for layer in range(num_layers)]
 
 
-def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None:
+def _mimo_heads(config: Mapping[str, Any]) -> Heads:
+    """Returns the KV heads of MiMo's layers with a window."""
+    return Heads(2 * size(config, "num_key_value_heads"), size(config, "head_dim"))
+
+
+def _local_kind(family: Family) -> str:
+    """Returns the name in `layer_types` of the layers that do not see all earlier tokens."""
+    return _CHUNKED if family.windows == "chunked" else _SLIDING
+
+
+def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool], local: str) -> None:
     """Raises UnsupportedModel if the key `layer_types` contradicts the other keys of the config.
     `slide` says for each layer whether the other keys give it a sliding window."""
     kinds = config.get("layer_types")
     if kinds is None:
         return
-    if [_slides(kind) for kind in _one_per_layer(kinds, "layer_types", len(slide))] != list(slide):
+    kinds = one_per_layer(kinds, "layer_types", len(slide))
+    if [_is_local(kind, local) for kind in kinds] != list(slide):
         raise UnsupportedModel(
             f"layer_types is {kinds!r:.80}; it contradicts the rest of the config: the "
             "architecture, sliding_window and use_sliding_window together give "
@@ -117,25 +181,19 @@ def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None
         )
 
 
-def _slides(kind: object) -> bool:
-    if kind not in (_FULL, _SLIDING):
+def _is_local(kind: object, local: str) -> bool:
+    if kind not in (_FULL, local):
         raise UnsupportedModel(
             f"layer_types has {kind!r:.80}, which is not supported; supported are {_FULL} and "
-            f"{_SLIDING}"
+            f"{local}"
         )
-    return kind == _SLIDING
+    return kind == local
 
 
-def _one_per_layer(values: object, key: str, num_layers: int) -> Sequence[Any]:
-    if not isinstance(values, list) or len(values) < num_layers:
-        raise UnsupportedModel(f"{key} must be a list with a value for each of {num_layers} layers")
-    return values[:num_layers]
-
-
-def _window(config: Mapping[str, Any]) -> int | None:
-    window = config.get("sliding_window")
+def _window(config: Mapping[str, Any], key: str) -> int | None:
+    window = config.get(key)
     if window is None or (type(window) is int and window >= 1):
         return window
     raise UnsupportedModel(
-        f"sliding_window is {window!r:.80}; it must be a positive number of tokens or null"
+        f"{key} is {window!r:.80}; it must be a positive number of tokens or null"
     )

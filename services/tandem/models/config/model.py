@@ -6,19 +6,24 @@ raises UnsupportedModel, before any weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
-from tandem.models.config.fields import flag, number, optional_size, size
+from tandem.models.config.fields import flag, number, optional_number, optional_size, size
+from tandem.models.config.gemma4 import (
+    PerLayerInputs,
+    read_per_layer_inputs,
+    with_gemma4_layers,
+)
 from tandem.models.config.latent import Latent, read_latent
-from tandem.models.config.layers import LayerSpec, read_layers
+from tandem.models.config.layers import Heads, LayerSpec, read_layers
 from tandem.models.config.quantization import has_kv_scales, read_quantization
 from tandem.models.config.quantization_scheme import Quantization
 from tandem.models.config.rope import read_ropes
-from tandem.models.config.text_part import text_config
+from tandem.models.config.text_part import names_in_model, text_config
 
 Activation = Literal["silu", "gelu_tanh"]
 Implementation = Literal["tandem", "transformers"]
@@ -67,12 +72,14 @@ class ModelConfig:
     qkv_bias: bool
     attention_out_bias: bool
     mlp_bias: bool
-    qk_norm: QkNorm  # RMSNorm of q and k, before RoPE
+    qk_norm: QkNorm  # RMSNorm of q and k (`Family`)
     max_model_len: int  # largest number of tokens of a prompt and its completion together
     eos_token_ids: tuple[int, ...]
     torch_dtype: str  # dtype of the checkpoint; the engine chooses its own compute dtype
     norms: Norms = "before"
     norm_offset: float = 0.0  # number that is added to the stored weights of norms
+    # True: norms of the residual stream are LayerNorms without biases, not RMSNorms.
+    centers_norms: bool = False
     activation: Activation = "silu"  # function that is applied to the gate projection of the MLP
     multipliers: Multipliers = Multipliers()
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
@@ -86,8 +93,18 @@ class ModelConfig:
     # Quantization scheme of each matrix. None: all matrices are stored in `torch_dtype`.
     quantization: Quantization | None = None
     has_kv_scales: bool = False  # True: the checkpoint has static scales for KV in fp8_e4m3.
-    is_fused: bool = False  # True: checkpoints store q, k and v as one matrix, gate and up as one.
+    has_fused_qkv: bool = False  # True: checkpoints store q, k and v as one matrix.
+    has_fused_mlp: bool = False  # True: checkpoints store gate and up as one matrix.
+    # True: checkpoints store two elements that RoPE rotates together side by side.
+    has_rope_pairs: bool = False
+    # Part of a tensor's name in checkpoints -> the part that stands there in this package.
+    tensor_names: Mapping[str, str] = field(default_factory=dict)
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
+    value_dim: int | None = None  # number of elements of a head's value; None: as of its key
+    value_scale: float = 1.0  # factor on values
+    has_value_norms: bool = False  # True: values are normalized, without weights.
+    has_layer_scalars: bool = False  # True: the output of each layer is multiplied by a number.
+    per_layer_inputs: PerLayerInputs | None = None  # None: tokens have no embeddings for layers
     # Number of layers in the checkpoint for multi-token prediction. Tandem does not run them.
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
@@ -125,6 +142,33 @@ class ModelConfig:
         )
         return replace(self, layers=layers)
 
+    def names_of(self, stored: Iterable[str]) -> dict[str, str]:
+        """Maps the name that each tensor of the model has in this package to the name in the
+        checkpoint (`names_in_model`)."""
+        return names_in_model(
+            stored, is_text_part=self.is_text_part, tensor_names=self.tensor_names
+        )
+
+    def name_in_files(self, name: str) -> str:
+        """Returns the name that a tensor has in checkpoints of the text part alone."""
+        for own, ours in self.tensor_names.items():
+            name = name.replace(ours, own)
+        return name
+
+    def heads_of(self, layer: LayerSpec) -> Heads:
+        """Returns the KV heads of a layer."""
+        return layer.heads or Heads(self.num_kv_heads, self.head_dim)
+
+    @property
+    def is_parallel(self) -> bool:
+        """True: the MLP reads the residual stream before the output of attention is added."""
+        return self.norms == "parallel"
+
+    @property
+    def norms_rotated_heads(self) -> bool:
+        """True: q and k are normalized after RoPE."""
+        return self.qk_norm in ("rotated", "rotated_plain")
+
     @property
     def is_fp8(self) -> bool:
         """True if all quantized matrices are stored in fp8."""
@@ -157,10 +201,19 @@ class ModelConfig:
         num_kv_heads, head_dim = (
             (1, latent.kv_dim) if latent else _kv_heads(config, num_heads, hidden_size)
         )
-        has_bias = family.biases == "config" and flag(config, "attention_bias")
+        if family.has_mimo_layers and size(config, "v_head_dim") > head_dim:
+            raise UnsupportedModel(
+                f"v_head_dim is {config['v_head_dim']}; it must be at most head_dim, {head_dim}"
+            )
+        has_bias = family.biases.startswith("config") and flag(config, "attention_bias")
+        out_key = "attention_out_bias" if family.biases == "config_apart" else "attention_bias"
         max_model_len = _max_model_len(config, family)
         layers = read_layers(config, family, size(config, "num_hidden_layers"), max_model_len)
+        if latent is not None and family.has_partial_rope:
+            layers = tuple(replace(each, rope=latent.whole_rope(each.rope)) for each in layers)
         _check_ropes(layers, family, latent.rope_dim if latent else head_dim)
+        if family.has_gemma4_layers:
+            layers = with_gemma4_layers(layers, config, Heads(num_kv_heads, head_dim))
         return cls(
             architecture=architecture,
             vocab_size=size(config, "vocab_size"),
@@ -173,14 +226,19 @@ class ModelConfig:
             rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
             tie_word_embeddings=flag(config, "tie_word_embeddings"),
             qkv_bias=family.biases == "qkv" or has_bias,
-            attention_out_bias=has_bias,
+            attention_out_bias=(
+                family.biases in ("config", "config_apart") and flag(config, out_key)
+            ),
             mlp_bias=flag(config, "mlp_bias"),
-            qk_norm=family.qk_norm,
+            qk_norm=(
+                family.qk_norm if flag(config, family.qk_norm_key, not family.qk_norm_key) else ""
+            ),
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             torch_dtype=read_dtype(config),
             norms=family.norms,
             norm_offset=family.norm_offset,
+            centers_norms=family.centers_norms,
             activation=_ACTIVATIONS[config.get(family.activation_key, "silu")],
             multipliers=_multipliers(config, family, hidden_size),
             logit_cap=_cap(config, family, "final_logit_softcapping"),
@@ -193,8 +251,20 @@ class ModelConfig:
                 None if _has_own_quantization(config, family) else read_quantization(config)
             ),
             has_kv_scales=has_kv_scales(config),
-            is_fused=family.is_fused,
+            has_fused_qkv=family.fused == "all",
+            has_fused_mlp=family.fused != "",
+            has_rope_pairs=family.has_rope_pairs,
+            tensor_names=family.tensor_names,
             latent=latent,
+            value_dim=size(config, "v_head_dim") if family.has_mimo_layers else None,
+            value_scale=(
+                optional_number(config, "attention_value_scale", 1.0)
+                if family.has_mimo_layers
+                else 1.0
+            ),
+            has_value_norms=family.has_gemma4_layers,
+            has_layer_scalars=family.has_gemma4_layers,
+            per_layer_inputs=read_per_layer_inputs(config) if family.has_gemma4_layers else None,
             num_extra_layers=_num_extra_layers(config, family),
             is_text_part=text is not None,
         )
@@ -260,7 +330,13 @@ def _family_of(model_type: object) -> str | None:
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns the config with transformers' defaults for absent keys."""
-    filled = {**family.defaults, **config}
+    renamed = {ours: config[own] for ours, own in family.key_names.items() if own in config}
+    filled = {**family.defaults, **config, **renamed}
+    if family.has_rotary_dim and config.get("rotary_dim") is not None:
+        share = size(config, "rotary_dim") / size(filled, "head_dim")
+        filled.setdefault("partial_rotary_factor", share)
+    if family.has_mimo_layers and config.get("sliding_window_size") is not None:
+        filled["sliding_window"] = size(config, "sliding_window_size") + 1
     if config.get("rope_parameters") is None:  # Older files call the field `rope_scaling`.
         scaled = bool(config.get("rope_scaling"))
         filled["rope_parameters"] = None if scaled else family.defaults.get("rope_parameters")
@@ -327,10 +403,10 @@ def _max_model_len(config: Mapping[str, Any], family: Family) -> int:
     stated = size(config, "max_position_embeddings")
     ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
     scaling = ropes["full_attention"].scaling
-    if scaling is not None and family.has_partial_rope and scaling.kind != "longrope":
+    if scaling is not None and scaling.kind not in family.scalings:
         raise UnsupportedModel(
             f"rope scaling {scaling.kind!r} is not supported for this architecture; supported is "
-            "longrope"
+            f"{', '.join(family.scalings)}"
         )
     if scaling is None or family.is_length_scaled:
         return stated
@@ -367,6 +443,8 @@ def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
             residual=number(config, "residual_multiplier", 1.0),
             logits=1.0 / number(config, "logits_scaling", 1.0),
         )
+    if family.multipliers == "cohere":
+        return Multipliers(logits=number(config, "logit_scale", 0.0625))
     if family.multipliers == "gemma":
         return Multipliers(
             embedding=hidden_size**0.5,

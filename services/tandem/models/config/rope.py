@@ -18,6 +18,16 @@ _LOCAL_THETA = 10000.0  # default theta of layers with a window (Gemma 3)
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """A factor on the queries that grows with the position (Llama 4):
+    1 + scale * ln(1 + floor((position + offset) / length))."""
+
+    scale: float
+    length: int  # tokens
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Scaling of the RoPE frequencies for contexts longer than the original context, which has
     `original_max_position_embeddings` tokens. Fields that a kind of scaling does not use keep their
@@ -37,9 +47,12 @@ class RopeScaling:
     longrope: each frequency is divided by a factor of its own. The factors are `short_factors` if
         the maximum context is at most the original context, else `long_factors`. cos and sin are
         multiplied by `attention_factor` (https://arxiv.org/abs/2402.13753).
+    proportional: frequencies are those of the whole head, divided by `factor`. Only the first
+        `proportion` of them is used, and the other elements are not rotated (Gemma 4).
+    alpha: theta is multiplied by factor ^ (D / (D - 2)), where D is the size of a head (Hunyuan).
     """
 
-    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "alpha", "proportional"]
     factor: float
     original_max_position_embeddings: int = 0  # tokens
     low_freq_factor: float = 1.0
@@ -50,6 +63,7 @@ class RopeScaling:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    proportion: float = 1.0
 
     def max_model_len(self, max_position_embeddings: int) -> int:
         """Returns the model's context in tokens, given `max_position_embeddings` of config.json.
@@ -74,6 +88,7 @@ class Rope:
     # Fraction of a head's elements that RoPE rotates. With 0.25 it is the first quarter of them.
     rotary_share: float = 1.0
     is_long: bool = False  # True: longrope uses `long_factors`.
+    query_scaling: QueryScaling | None = None  # None: queries are not scaled by position.
 
     def for_contexts(self, max_model_len: int) -> "Rope":
         """Returns the parameters for contexts of at most `max_model_len` tokens."""
@@ -154,7 +169,18 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> R
     outside = config.get("original_max_position_embeddings")
     if outside is not None:
         parameters["original_max_position_embeddings"] = outside
-    return Rope(theta, _read_scaling(parameters, size(config, "max_position_embeddings")), partial)
+    scaling = _read_scaling(parameters, size(config, "max_position_embeddings"))
+    if scaling is not None and scaling.kind == "proportional":
+        return Rope(theta, replace(scaling, proportion=partial))
+    return Rope(theta, scaling, partial)
+
+
+def read_query_scaling(config: Mapping[str, Any]) -> QueryScaling:
+    """Returns the factor on queries that `llama_4_scaling_beta` of the RoPE parameters describes.
+    Raises UnsupportedModel."""
+    parameters = rope_parameters(config)
+    beta = _number(parameters, "yarn", "llama_4_scaling_beta")
+    return QueryScaling(beta, size(parameters, "original_max_position_embeddings"))
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,6 +213,10 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
         return None
     original = optional_size(parameters, "original_max_position_embeddings", max_positions)
     factor = optional_number(parameters, "factor", max_positions / original)
+    if kind == "dynamic" and parameters.get("alpha"):
+        return RopeScaling(kind="alpha", factor=_number(parameters, kind, "alpha"))
+    if kind == "proportional":
+        return RopeScaling(kind="proportional", factor=optional_number(parameters, "factor", 1.0))
     if kind == "linear":
         return RopeScaling(kind="linear", factor=_number(parameters, kind, "factor"))
     if kind == "llama3":

@@ -13,9 +13,10 @@ The prefix of tensor names depends on the program that wrote the checkpoint, or 
     model.layers.0.mlp.up_proj.weight                   Qwen 2 VL
 
 An architecture is supported if, for a prompt without images, the complete model and the text part
-alone give exactly the same results. PaliGemma is not supported, because its prompt tokens attend to
-later tokens. BLIP is not supported, because it needs an image. Images, audio and the
-tensors for them are ignored.
+alone give exactly the same results. Cohere 2's are not supported, because transformers does not
+multiply the logits of the complete models by `logit_scale`. PaliGemma is not supported, because its
+prompt tokens attend to later tokens. BLIP is not supported, because it needs an image. Images,
+audio and the tensors for them are ignored.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ _DEFAULT_KINDS: Mapping[str, str] = {
     "DeepseekVLHybrid": "llama",
     "FastVlm": "qwen2",
     "Gemma3": "gemma3_text",
+    "Glm46V": "glm4v_text",
+    "Glm4v": "glm4v_text",
+    "Glm4vMoe": "glm4v_moe_text",
+    "Gemma4": "gemma4_text",
     "GlmAsr": "llama",
     "GotOcr2": "qwen2",
     "GraniteSpeech": "granite",
@@ -44,6 +49,7 @@ _DEFAULT_KINDS: Mapping[str, str] = {
     "Janus": "llama",
     "Kimi_K25": "deepseek_v3",
     "LightOnOcr": "qwen3",
+    "Llama4": "llama4_text",
     "Llava": "llama",
     "LlavaNext": "llama",
     "LlavaNextVideo": "llama",
@@ -58,6 +64,7 @@ _DEFAULT_KINDS: Mapping[str, str] = {
     "Qwen2_5_VL": "qwen2_5_vl_text",
     "Qwen3ASR": "qwen3",
     "Qwen3VL": "qwen3_vl_text",
+    "Qwen3VLMoe": "qwen3_vl_moe_text",
     "SmolVLM": "llama",
     "VideoLlama3": "qwen2",
     "VideoLlava": "llama",
@@ -66,7 +73,14 @@ _DEFAULT_KINDS: Mapping[str, str] = {
 }
 # model_type of a text part -> model_type of the text-only model with the same results for prompts
 # without images.
-_PLAIN_KINDS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_PLAIN_KINDS = {
+    "glm4v_moe_text": "glm4_moe",
+    "glm4v_text": "glm4",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
 _SIZE_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
@@ -85,11 +99,27 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "qwen3": (151936, 4096, 22016, 32, 32, 32, 32768),
         "gemma2": (256000, 2304, 9216, 26, 8, 4, 8192),
         "gemma3_text": (262208, 2304, 9216, 26, 8, 4, 131072),
+        "llama4_text": (202048, 5120, 8192, 48, 40, 8, 131072),
+        "gemma4_text": (262144, 2304, 9216, 30, 8, 4, 131072),
+        "ministral3": (131072, 4096, 14336, 34, 32, 8, 262144),
+        "mistral4": (131072, 4096, 12288, 36, 32, 32, 1048576),
         "granite": (32000, 4096, 11008, 32, 32, 32, 2048),
+        "glm4v_moe_text": (151424, 4096, 10944, 46, 96, 8, 131072),
+        "glm4v_text": (151552, 4096, 13696, 40, 32, 2, 32768),
+        "qwen3_vl_moe_text": (151936, 2048, 5632, 24, 16, 16, 128000),
         "qwen3_vl_text": (151936, 4096, 22016, 32, 32, 32, 128000),
     }.items()
 } | {"qwen2_vl_text": _VL, "qwen2_5_vl_text": _VL}
-_DEFAULT_THETAS = {"qwen2_vl_text": 1e6, "qwen2_5_vl_text": 1e6, "qwen3_vl_text": 5e5}
+_DEFAULT_THETAS = {
+    "qwen2_vl_text": 1e6,
+    "qwen2_5_vl_text": 1e6,
+    "qwen3_vl_text": 5e5,
+    "qwen3_vl_moe_text": 5e5,
+    "glm4v_text": 1e4,
+    "glm4v_moe_text": 1e4,
+}
+# Values that the text parts of a model_type always have, whatever config.json says.
+_FIXED: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 _SHARED_KEYS = ("quantization_config", "torch_dtype", "dtype")
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 _NAME = re.compile(
@@ -123,7 +153,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
             f"{', '.join(each + _SUFFIX for each in _DEFAULT_KINDS)}"
         )
     kind = part.get("model_type") or default
-    text = {**_DEFAULTS.get(str(kind), {}), **part}
+    text = {**_DEFAULTS.get(str(kind), {}), **part, **_FIXED.get(str(kind), {})}
     text |= {key: config[key] for key in _SHARED_KEYS if part.get(key) is None and key in config}
     if (is_tied := _is_tied(config, part)) is not None:
         text["tie_word_embeddings"] = is_tied
@@ -136,16 +166,19 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return text
 
 
-def names_in_model(stored: Iterable[str], *, is_text_part: bool) -> dict[str, str]:
-    """Maps the name that each tensor has in the text part to the name in the checkpoint, such as
+def names_in_model(
+    stored: Iterable[str], *, is_text_part: bool, tensor_names: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Maps the name that each tensor has in this package to the name in the checkpoint, such as
     `model.norm.weight` to `language_model.model.norm.weight`. Tensors for images and audio are left
-    out. Raises UnsupportedModel if two names in the checkpoint are the same tensor."""
-    if not is_text_part:
-        return {name: name for name in stored}
+    out. `tensor_names` are those of the model's family (`Family`). Raises UnsupportedModel if two
+    names in the checkpoint are the same tensor."""
     names: dict[str, str] = {}
     for name in stored:
-        if (own := text_name(name)) is None:
+        if (own := text_name(name) if is_text_part else name) is None:
             continue
+        for part, ours in (tensor_names or {}).items():
+            own = own.replace(part, ours)
         if own in names:
             raise UnsupportedModel(
                 f"{names[own]} and {name} are two names of the same tensor; remove one of them"

@@ -13,6 +13,7 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
+from tandem.models.limits import why_only_torch
 from tandem.models.lora.patterns import Pattern, match_all
 
 _IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
@@ -45,7 +46,7 @@ def _mlp_shapes(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int
         if not inner:
             return {}
     shapes = {f"{place}down_proj": (hidden, inner)}
-    if model.is_fused:
+    if model.has_fused_mlp:
         return shapes | {f"{place}gate_up_proj": (2 * inner, hidden)}
     return shapes | dict.fromkeys((f"{place}gate_proj", f"{place}up_proj"), (inner, hidden))
 
@@ -69,7 +70,7 @@ def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     q_size = num_heads * model.head_dim
     kv_size = model.num_kv_heads * model.head_dim
     out = {"self_attn.o_proj": (hidden, q_size)}
-    if model.is_fused:
+    if model.has_fused_qkv:
         return out | {"self_attn.qkv_proj": (q_size + 2 * kv_size, hidden)}
     per_token = dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv_size, hidden))
     return out | per_token | {"self_attn.q_proj": (q_size, hidden)}
@@ -78,6 +79,8 @@ def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """Returns the names of the matrices that an adapter_config.json targets. Raises
     UnsupportedModel naming a target that the model does not have or that is not supported."""
+    if why := why_only_torch(model):
+        raise UnsupportedModel(f"adapters are not supported for this model: {why}")
     linears = linear_shapes(model)
     targets = config.get("target_modules")
     layers = _layers(config)

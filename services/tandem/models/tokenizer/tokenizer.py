@@ -6,7 +6,7 @@ It does not validate requests; the router checks roles and sizes.
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,10 @@ class Tokenizer:
             self._control_strings = ControlStrings(self._tokenizer, nonce or secrets.token_hex(16))
         self._strips_spaces = any(token.lstrip or token.rstrip for token in added.values())
         self._added_ids = frozenset(added)
+        self._id_of_added = {token.content: token_id for token_id, token in added.items()}
+        longest_first = sorted(self._id_of_added, key=len, reverse=True)
+        self._any_added = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._special_in: dict[str, frozenset[int]] = {}  # string -> special tokens in it
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._pieces: dict[int, bytes] = {}
         self.is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
@@ -253,10 +257,26 @@ class Tokenizer:
         token_id: int | None = self._tokenizer.token_to_id(string)
         return token_id if token_id in self._added_ids else None
 
+    @property
+    def added_tokens(self) -> Collection[str]:
+        """The texts of all added tokens."""
+        return self._id_of_added.keys()
+
+    def split_at_added(self, text: str) -> list[tuple[str, int | None]]:
+        """Splits a text at the added tokens in it. Returns the parts in their order, each with the
+        id of its added token; None for a part that is no added token."""
+        ids = self._id_of_added
+        return [(part, ids.get(part)) for part in self._any_added.split(text) if part]
+
     def special_ids(self, strings: Iterable[str]) -> frozenset[int]:
-        """Returns the ids of the strings that are special tokens; other strings are ignored."""
-        ids = {self._tokenizer.token_to_id(string) for string in strings}
-        return self._special_ids & ids
+        """Returns the ids of the special tokens that occur in the strings."""
+        found: set[int] = set()
+        for string in strings:
+            if string not in self._special_in:
+                ids = {token_id for _, token_id in self.split_at_added(string)}
+                self._special_in[string] = self._special_ids & ids
+            found |= self._special_in[string]
+        return frozenset(found)
 
     def is_special(self, token_id: int) -> bool:
         """Returns whether `skip_special_tokens` removes this token from the text."""

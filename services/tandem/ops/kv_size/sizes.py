@@ -21,7 +21,6 @@ from tandem.errors import ConfigError
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_not_kv_dtype
 from tandem.models.shape import num_parameters
-from tandem.transfer.tensor_parallel import ParallelLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +99,7 @@ def rank_layout(
     whole = model_layout(
         model, num_blocks, block_size=block_size, dtype=dtype, computed_dtype=computed_dtype
     )
-    return KvLayout(
-        tuple(
-            replace(group, layout=ParallelLayout(group.layout, tensor_parallel).rank_layout)
-            for group in whole.groups
-        )
-    )
+    return whole.of_rank(tensor_parallel)
 
 
 def kv_size(

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 SPACE = " \t\r\n"
 DEPTH_MAX = 128
-_SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
+SCALAR = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null")
 _SCALAR_CHARACTERS_MAX = 512
+_NAME_KEYS = ("name", "tool_name")
 _CLOSES = {"}": "{", "]": "["}
 
 
@@ -51,7 +52,7 @@ class JsonText:
             if char not in SPACE + ",]}":
                 self._scalar += char
                 return len(self._scalar) <= _SCALAR_CHARACTERS_MAX
-            if not _SCALAR.fullmatch(self._scalar):
+            if not SCALAR.fullmatch(self._scalar):
                 return False
             self._scalar = ""
             self._end_value()
@@ -124,6 +125,8 @@ class CallText:
     returns nothing, and `whole` has the call when the object has ended.
     """
 
+    held = ""  # all text of arguments is returned at once
+
     def __init__(self) -> None:
         self._json = JsonText()
         self._text = ""
@@ -167,7 +170,7 @@ class CallText:
             text = loaded(self._text[self._string_start :])
             if self._json.expects == ":":
                 self._key = text
-            elif self._key == "name":
+            elif self._key in _NAME_KEYS:
                 self.name = text
         elif not was_in_string and char == '"':
             self._string_start = len(self._text) - 1
@@ -194,12 +197,15 @@ def loaded(text: str) -> Any:
 def as_call(value: Any) -> Call | None:
     """Returns the call that a JSON value describes; None if it describes no call.
 
-    Accepted forms: {"name": "find", "arguments": {...}}, the same with the key `parameters`, and
-    {"function": {...}} around either of these two.
+    Accepted forms: {"name": "find", "arguments": {...}}, the same with the keys `tool_name` or
+    `parameters`, and {"function": {...}} around one of these.
     """
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+    if not isinstance(value, dict):
+        return None
+    name = next((value[key] for key in _NAME_KEYS if value.get(key)), None)
+    if not isinstance(name, str):
         return None
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
@@ -210,4 +216,4 @@ def as_call(value: Any) -> Call | None:
         arguments = {}
     if not isinstance(arguments, dict):
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return Call(name, json.dumps(arguments, ensure_ascii=False))

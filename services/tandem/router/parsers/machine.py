@@ -19,12 +19,13 @@ Four rules apply to every format:
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from tandem.router.parsers.json_text import SPACE, CallText, JsonText, in_json
+from tandem.router.parsers.literal_text import LiteralCall, Notation
 from tandem.router.parsers.pair_arguments import PairArguments
 
 _WORD = re.compile(r"\s*[^\s<>{}\[\]\"]{0,256}\s*")
@@ -40,14 +41,17 @@ class Text(Enum):
     NAME = "a function's name"
     SKIPPED = "a word of a call that tells nothing"
     ARGUMENTS = "a JSON object"
-    CALLS = "calls as JSON objects, or a list of them"
+    CALLS = "calls as JSON objects or in the state's notation, or a list of them"
     HEAD = "space before a message's head"
     LABEL = "a word in a message's head"
     KEY = "a parameter's name"
-    VALUE = "a parameter's value"
+    VALUE = "a parameter's value, whose type the schema tells"
+    TEXT_VALUE = "a parameter's value that is a string"
+    VALUE_END = "the name in a tag that ends a value; `otherwise` follows a parameter's value"
 
 
 _HEADS = (Text.HEAD, Text.LABEL)
+_VALUES = (Text.VALUE, Text.TEXT_VALUE)
 _OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN, *_HEADS)
 
 
@@ -60,6 +64,13 @@ class State:
     # Name of the next state if text follows that this state cannot contain: for example, text that
     # is not white space in a state of the kind BETWEEN.
     otherwise: str = "content"
+    # How calls are written in a state of the kind CALLS, besides JSON. None: only as JSON.
+    notation: Notation | None = None
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """The strings in the state's text that have a meaning of their own."""
+        return (*self.terminals, *(self.notation.quotes if self.notation else ()))
 
 
 @dataclass(slots=True)
@@ -100,6 +111,8 @@ class Rules:
     # Terminals, such as <tool_call>, that may begin a call even within reasoning. If no call of a
     # known function follows, the terminal is part of the reasoning.
     call_marks: frozenset[str] = frozenset()
+    # Terminals around content, such as <response>. They are dropped.
+    content_marks: frozenset[str] = frozenset()
 
 
 class AnswerParser:
@@ -126,7 +139,7 @@ class AnswerParser:
         self._after_call = False
         self._in_list = False
         self._arguments: JsonText | None = None
-        self._call: CallText | None = None
+        self._call: CallText | LiteralCall | None = None
         # True: the arguments are invalid JSON. They are returned unchanged up to the next terminal.
         self._is_raw = False
         self._pairs: PairArguments | None = None
@@ -140,8 +153,8 @@ class AnswerParser:
 
     @property
     def terminals(self) -> set[str]:
-        """All strings that separate content, reasoning and calls in an answer."""
-        return {terminal for state in self._states.values() for terminal in state.terminals}
+        """All strings that separate content, reasoning and calls, or the parts of a call."""
+        return {mark for state in self._states.values() for mark in state.marks}
 
     @property
     def in_reasoning(self) -> bool:
@@ -168,8 +181,10 @@ class AnswerParser:
         self._run(final=True)
         if self._is_open and self._pairs is not None:
             key = self._word if self._state.text is Text.KEY else ""
-            is_cut = key or self._state.text is Text.VALUE
+            is_cut = key or self._pairs.is_in_value
             self._add_arguments(self._pairs.cut(key) if is_cut else self._pairs.end())
+        elif self._is_open and self._call is not None:
+            self._add_arguments(self._call.held)
         elif not self._is_open and not self.is_done:
             (self._add_reasoning if self._has_mark_in_reasoning else self._add_content)(self._raw)
         self._put(self._space)
@@ -211,7 +226,10 @@ class AnswerParser:
             self._enter(name)
             self._pending = terminal + self._pending
             return
-        if kind in (Text.CONTENT, Text.REASONING):
+        if terminal in self._rules.content_marks:
+            self._raw = self._space = ""
+            self._strips_start = True
+        elif kind in (Text.CONTENT, Text.REASONING):
             self._has_mark_in_reasoning = (
                 kind is Text.REASONING and terminal in self._rules.call_marks
             )
@@ -238,9 +256,12 @@ class AnswerParser:
         if kind is Text.NAME and not self._end_name(next_kind):
             name = "content"
         if kind is Text.KEY and self._pairs is not None:
-            self._add_arguments(self._pairs.begin_value(self._word.strip()))
-        if kind is Text.VALUE and self._pairs is not None:
+            is_text = next_kind is Text.TEXT_VALUE
+            self._add_arguments(self._pairs.begin_value(self._word.strip(), is_text=is_text))
+        ends_value = kind in _VALUES and next_kind not in (Text.KEY, Text.VALUE_END)
+        if self._pairs is not None and (ends_value or kind is Text.VALUE_END):
             self._add_arguments(self._pairs.end_value())
+            name = name if ends_value or self._pairs.is_in_value else self._state.otherwise
         self._enter(name)
 
     def _enter(self, name: str) -> None:
@@ -272,9 +293,9 @@ class AnswerParser:
             self._add_reasoning(text)
         elif self._is_raw:
             self._add_arguments(text)
-        elif kind is Text.KEY:
+        elif kind in (Text.KEY, Text.VALUE_END):
             self._word += text
-        elif kind is Text.VALUE and self._pairs is not None:
+        elif kind in _VALUES and self._pairs is not None:
             self._add_arguments(self._pairs.push(text))
         elif kind in (Text.NAME, Text.SKIPPED, Text.LABEL):
             return self._take_word(text)
@@ -309,10 +330,12 @@ class AnswerParser:
         kind = self._state.text
         if kind is Text.CALLS and self._take_mark(rest[0]):
             return rest[1:]
-        if kind is Text.CALLS and rest[0] == "{":
+        notation = self._state.notation
+        begins_literal = notation is not None and notation.begins_with(rest[0])
+        if kind is Text.CALLS and (rest[0] == "{" or begins_literal):
             self._raw = "" if self._after_call else self._raw
             self._after_call = False
-            self._call = CallText()
+            self._call = LiteralCall(notation) if notation and begins_literal else CallText()
         elif kind is Text.ARGUMENTS and rest[0] == "{" and self._open_call(self._name):
             self._arguments = JsonText()
         elif kind in (Text.BETWEEN, Text.HEAD) or (kind is Text.CALLS and not self._after_call):
@@ -337,12 +360,13 @@ class AnswerParser:
 
     # The methods below read tool calls. A terminal within the JSON of a call is ordinary text.
 
-    def _read_call(self, call: CallText) -> None:
+    def _read_call(self, call: CallText | LiteralCall) -> None:
         for index, char in enumerate(self._pending):
             if not self._take_call_character(call, char):
                 self._pending = self._pending[index:]
                 self._call = None
                 if self._is_open and call.is_streaming:
+                    self._add_arguments(call.held)
                     self._is_raw = True
                 else:
                     self._enter("content")
@@ -353,7 +377,7 @@ class AnswerParser:
                 return
         self._pending = ""
 
-    def _take_call_character(self, call: CallText, char: str) -> bool:
+    def _take_call_character(self, call: CallText | LiteralCall, char: str) -> bool:
         """Takes a character of a JSON call. Returns False if the text cannot be a call."""
         arguments = call.push(char)
         if call.is_broken:
@@ -465,7 +489,8 @@ class AnswerParser:
 
 
 def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
-    """Returns (text before the first terminal, the terminal or "").
+    """Returns (text before the first terminal, the terminal or ""). Of two terminals that begin at
+    one place, the longer one is returned.
 
     If `final` is False, more text may follow. So a possible beginning of a terminal at the end of
     `text` is in neither result. Example: with the terminal "</think>", "so </thi" gives
@@ -476,7 +501,9 @@ def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -
     end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
     if not final:
         longest = max(map(len, terminals), default=1)
-        for at in range(max(0, len(text) - longest + 1), end):
-            if any(t.startswith(text[at:]) for t in terminals):
+        for at in range(max(0, len(text) - longest + 1), min(end + 1, len(text))):
+            begun = text[at:]
+            if any(t.startswith(begun) and t != begun for t in terminals):
                 return text[:at], ""
-    return text[:end], next((t for t in terminals if text.startswith(t, end)), "")
+    found = (t for t in terminals if text.startswith(t, end))
+    return text[:end], max(found, key=len, default="")

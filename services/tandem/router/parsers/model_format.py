@@ -31,8 +31,15 @@ from tandem.router.parsers.machine import AnswerParser, Rules, State, Text
 _PLAIN = ToolFormat(states={"content": State(Text.CONTENT)})
 # The tag that opens reasoning, such as <think>, is looked for in this many last tokens of a prompt.
 _TAIL_TOKENS = 16
-# Names of chat template variables that turn reasoning on (True) or off (False).
-_SWITCHES = ("enable_thinking", "thinking")
+# Chat template variable -> its values that turn reasoning on and off.
+_SWITCHES: Mapping[str, tuple[Any, Any]] = {
+    "enable_thinking": (True, False),
+    "thinking": (True, False),
+    "thinking_mode": ("enabled", "disabled"),  # MiniMax M3
+    "thinking_budget": (-1, 0),  # Seed-OSS
+    "reasoning": (True, False),  # Command A
+}
+_COMMON_SWITCHES = ("enable_thinking", "thinking")
 _OWN_VARIABLES = frozenset(("tools", "add_generation_prompt"))
 
 
@@ -48,12 +55,13 @@ class ModelFormat:
         tools = config.tool_parser
         reasoning = config.reasoning_parser
         source = "\n".join(sources)
-        auto = choose_tool_format(sources[-1] if sources else "")
+        tokens = tokenizer.added_tokens
+        auto = choose_tool_format(sources[-1] if sources else "", tokens)
         self.tool_parser = auto if tools == "auto" else tools
-        self.reasoning_parser = choose_reasoning(source) if reasoning == "auto" else reasoning
+        auto = choose_reasoning(source, tokens)
+        self.reasoning_parser = auto if reasoning == "auto" else reasoning
         self._template = template
         self._source = source
-        self._added_token_id = tokenizer.added_token_id
         self._tokenizer = tokenizer
         self._format = TOOL_FORMATS[self.tool_parser]
         self._reads_all = self._format.thought is not None
@@ -104,7 +112,7 @@ class ModelFormat:
         return next(f for f in self._calls.frames if not f.sign or self._knows(f.sign))
 
     def _knows(self, sign: str) -> bool:
-        return sign in self._source or self._added_token_id(sign) is not None
+        return sign in self._source or sign in self._tokenizer.added_tokens
 
     @property
     def takes_effort(self) -> bool:
@@ -123,7 +131,9 @@ class ModelFormat:
         # Clients send `enable_thinking` or `thinking` to all models. So these variables are ignored
         # if this model's template does not use them; other unknown variables are refused.
         requested = {
-            name: v for name, v in requested.items() if name in taken or name not in _SWITCHES
+            name: v
+            for name, v in requested.items()
+            if name in taken or name not in _COMMON_SWITCHES
         }
         for name in requested:
             if name not in taken:
@@ -136,10 +146,7 @@ class ModelFormat:
         return {**self._thinking(thinking), **self._effort(effort), **requested}
 
     def _thinking(self, wanted: bool | None) -> dict[str, Any]:
-        if wanted is None:
-            return {}
-        switch = self._switch()
-        return {switch: wanted} if switch else {}
+        return {} if wanted is None else self._switched(is_on=wanted)
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         if effort is None:
@@ -147,8 +154,8 @@ class ModelFormat:
         if effort == "none":
             if self._reasoning is None and not self.takes_effort:
                 return {}
-            if switch := self._switch():
-                return {switch: False}
+            if off := self._switched(is_on=False):
+                return off
         if self.takes_effort:
             return {"reasoning_effort": effort}
         raise BadRequest(
@@ -157,8 +164,14 @@ class ModelFormat:
             param="reasoning_effort",
         )
 
-    def _switch(self) -> str | None:
-        return next((s for s in _SWITCHES if s in self._variables), None)
+    def _switched(self, *, is_on: bool) -> dict[str, Any]:
+        """Returns the variable that turns reasoning on or off; {} if the template has none."""
+        for name, (on, off) in _SWITCHES.items():
+            if name in self._variables:
+                return {name: on if is_on else off}
+        if self.takes_effort and "no_think" in self._source:  # Hy3
+            return {"reasoning_effort": "high" if is_on else "no_think"}
+        return {}
 
     def answer_parser(
         self,
@@ -200,7 +213,7 @@ class ModelFormat:
             self._calls,
             self._thought(prompt_token_ids),
             frame=self._frame,
-            added_token_id=self._added_token_id,
+            split_at_added=self._tokenizer.split_at_added,
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
             one_call_only=one_call_only,
         )
@@ -213,7 +226,8 @@ class ModelFormat:
         head = write_head(
             self._format if self._reads_all else _PLAIN,
             self._thought(prompt_token_ids),
-            added_token_id=self._added_token_id,
+            around_content=self._reasoning.around_content if self._reasoning else (),
+            split_at_added=self._tokenizer.split_at_added,
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
         )
         return replace(wanted, head=head)
@@ -228,13 +242,17 @@ class ModelFormat:
     def _begins_in_reasoning(self, prompt_token_ids: Sequence[int], continued: str = "") -> bool:
         if self._reasoning is None:
             return False
-        opens, closes = self._reasoning
-        is_open = continued.rfind(opens) > continued.rfind(closes)
-        return is_open or self._ends_with(prompt_token_ids, opens)
+        tags = self._reasoning
+        if continued.rfind(tags.opens) > continued.rfind(tags.closes):
+            return True
+        ends = {tags.opens, tags.opens + tags.prompt_adds}
+        return any(self._ends_with(prompt_token_ids, end) for end in ends)
 
     def _ends_with(self, prompt_token_ids: Sequence[int], tag: str) -> bool:
         tail = prompt_token_ids[-_TAIL_TOKENS:]
-        return self._tokenizer.decode(tail, skip_special_tokens=False).rstrip().endswith(tag)
+        return (
+            self._tokenizer.decode(tail, skip_special_tokens=False).rstrip().endswith(tag.rstrip())
+        )
 
 
 def make_answer_parser(
@@ -256,16 +274,26 @@ def make_answer_parser(
     states = dict(tool_format.states)
     start = tool_format.start
     marks: Mapping[str, str] = {}
+    content_marks: Mapping[str, str] = {}
     if reasoning is not None:
         marks = states[start].terminals
-        states["reasoning"] = State(Text.REASONING, {**marks, reasoning.closes: start})
-        states["begin"] = State(Text.BETWEEN, {reasoning.opens: "reasoning"}, otherwise=start)
+        heads = dict.fromkeys((opens for opens, _ in reasoning.around_content), start)
+        tails = dict.fromkeys((closes for _, closes in reasoning.around_content), "begin")
+        content_marks = heads | tails
+        answer = "begin" if heads else start
+        begin = {reasoning.opens: "reasoning", **heads, **(marks if heads else {})}
         for name, state in tool_format.states.items():
             # A model may make a call within reasoning. Then the tag that closes reasoning, such as
             # </think>, follows the call.
             if state.text is Text.BETWEEN:
-                terminals = {**state.terminals, reasoning.closes: "content"}
+                terminals = {**state.terminals, **heads, reasoning.closes: "content"}
                 states[name] = replace(state, terminals=terminals)
+        content = states["content"]
+        states |= {
+            "content": replace(content, terminals={**content.terminals, **tails}),
+            "reasoning": State(Text.REASONING, {**marks, reasoning.closes: answer}),
+            "begin": State(Text.BETWEEN, begin, otherwise=start),
+        }
         start = "begin"
     if begins_in_content:
         start = "content"
@@ -280,5 +308,6 @@ def make_answer_parser(
         finish_reason=finish_reason,
         trims_lines=tool_format.trims_lines,
         call_marks=frozenset(marks),
+        content_marks=frozenset(content_marks),
     )
     return AnswerParser(states, start, rules)

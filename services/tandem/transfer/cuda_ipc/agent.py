@@ -22,19 +22,22 @@ from typing import Protocol
 
 from tandem.errors import InternalError, TandemError, WorkerLost
 from tandem.transfer.reads.agent import BlockIds, ReadState
-from tandem.transfer.reads.messages import RemotePool
+from tandem.transfer.reads.block_list import BlockList
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy of blocks of equal size between two pools: block `source_ids[i]` of the memory from
-    address `source` on is copied to block `target_ids[i]` of the memory from `target` on."""
+    """A copy of the same part of some blocks between two pools, `num_bytes` of each block: the part
+    at address `source + source_ids[i] * source_stride` is copied to
+    `target + target_ids[i] * target_stride`."""
 
     source: int
     target: int
-    block_bytes: int
+    source_stride: int
+    target_stride: int
+    num_bytes: int
     source_ids: BlockIds
     target_ids: BlockIds
 
@@ -77,9 +80,9 @@ class _Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockList:
-    address: int
-    pool: RemotePool
+class _OpenList:
+    address: int  # of the memory in this process
+    blocks: BlockList
     peer: _Peer | None  # None: local memory
 
 
@@ -97,7 +100,7 @@ class CudaIpcAgent:
         self._device = device
         self._numbers = count(1)
         self._peers: dict[str, _Peer] = {}
-        self._lists: dict[int, _BlockList] = {}
+        self._lists: dict[int, _OpenList] = {}
         self._reads: dict[int, _Read] = {}
 
     def register(self, *, address: int, num_bytes: int, device_id: int, memory: str) -> None:
@@ -114,11 +117,11 @@ class CudaIpcAgent:
             self._device.synchronize()
         self._unmap(peer)
 
-    def list_blocks(self, peer: str | None, pool: RemotePool) -> int:
+    def list_blocks(self, peer: str | None, blocks: BlockList) -> int:
         known = None if peer is None else self._peers[peer]
         handle = next(self._numbers)
-        address = pool.address if known is None else known.address
-        self._lists[handle] = _BlockList(address, pool, known)
+        address = blocks.address if known is None else known.address
+        self._lists[handle] = _OpenList(address, blocks, known)
         return handle
 
     def release_list(self, handle: int) -> None:
@@ -174,7 +177,7 @@ class CudaIpcAgent:
 
 
 def _copies(
-    source: _BlockList, target: _BlockList, source_ids: BlockIds, target_ids: BlockIds
+    source: _OpenList, target: _OpenList, source_ids: BlockIds, target_ids: BlockIds
 ) -> Iterator[BlockCopy]:
     """Divides a read among the pools of the KV groups, whose blocks differ in size.
 
@@ -182,19 +185,22 @@ def _copies(
     memory has blocks of the first pool only, and only blocks of this pool are read into it.
     """
     source_first = target_first = 0
-    source_at, target_at = source.address, target.address
-    pools = zip(source.pool.spans.pools, target.pool.spans.pools, strict=False)
-    for (num_source, block_bytes), (num_target, _) in pools:
-        here = (source_ids >= source_first) & (source_ids < source_first + num_source)
+    for ours, theirs in zip(target.blocks.pools, source.blocks.pools, strict=False):
+        here = (source_ids >= source_first) & (source_ids < source_first + theirs.num_blocks)
         targets = target_ids[here] - target_first
         if len(targets):
-            if targets.min() < 0 or targets.max() >= num_target:
+            if targets.min() < 0 or targets.max() >= ours.num_blocks:
                 raise InternalError(
                     "a read has a source block and a target block of different KV groups"
                 )
-            sources = source_ids[here] - source_first
-            yield BlockCopy(source_at, target_at, block_bytes, sources, targets)
-        source_first += num_source
-        source_at += num_source * block_bytes
-        target_first += num_target
-        target_at += num_target * block_bytes
+            yield BlockCopy(
+                source.address + theirs.offset,
+                target.address + ours.offset,
+                theirs.stride,
+                ours.stride,
+                ours.num_bytes,
+                source_ids[here] - source_first,
+                targets,
+            )
+        source_first += theirs.num_blocks
+        target_first += ours.num_blocks

@@ -111,24 +111,23 @@ def copy_blocks(blocks: BlockCopy, device: torch.device) -> None:
     ids = ids.to(torch.int64)
     if device.type == "cuda":
         ids = ids.pin_memory().to(device, non_blocking=True)
-    source = _memory(blocks.source, blocks.source_ids, blocks.block_bytes, device)
-    target = _memory(blocks.target, blocks.target_ids, blocks.block_bytes, device)
+    source = _parts(blocks.source, blocks.source_ids, blocks.source_stride, blocks, device)
+    target = _parts(blocks.target, blocks.target_ids, blocks.target_stride, blocks, device)
     copy(source, ids[0], target, ids[1])
 
 
-def _memory(
-    address: int, block_ids: BlockIds, block_bytes: int, device: torch.device
+def _parts(
+    address: int, block_ids: BlockIds, stride: int, blocks: BlockCopy, device: torch.device
 ) -> torch.Tensor:
-    """Returns the memory from `address` on as a tensor [blocks, words of 4 bytes] of this device,
-    up to the last of the blocks.
+    """Returns the parts of blocks as a tensor [blocks, words of 4 bytes] of this device, up to the
+    last of the blocks. `address` is that of the first part.
 
     The device is given, not found out by the address: memory of a GPU that is hidden from this
     process belongs to no device that torch knows, but kernels of `device` can read it.
     """
-    num_blocks = int(block_ids.max()) + 1
+    last = int(block_ids.max())
     storage = torch._C._construct_storage_from_data_pointer(
-        address, device, num_blocks * block_bytes
+        address, device, last * stride + blocks.num_bytes
     )
-    words = block_bytes // 4
-    shape, strides = (num_blocks, words), (words, 1)
+    shape, strides = (last + 1, blocks.num_bytes // 4), (stride // 4, 1)
     return torch.empty(0, dtype=torch.int32, device=device).set_(storage, 0, shape, strides)

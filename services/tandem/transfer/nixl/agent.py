@@ -32,7 +32,7 @@ from tandem.transfer.nixl.ucx_mode import (
     ucx_settings,
 )
 from tandem.transfer.reads.agent import BlockIds, ReadState
-from tandem.transfer.reads.messages import RemotePool
+from tandem.transfer.reads.block_list import BlockList
 
 Span = tuple[int, int]  # (address, number of bytes)
 
@@ -177,22 +177,21 @@ class NixlAgent:
             )
         return handle
 
-    def list_blocks(self, peer: str | None, pool: RemotePool) -> int:
-        """Prepares a list of the blocks of a peer's pool, or of local memory if `peer` is None.
+    def list_blocks(self, peer: str | None, blocks: BlockList) -> int:
+        """Prepares a list of blocks of a peer's memory, or of local memory if `peer` is None.
 
         With such a list, a read names blocks by number. This takes a sixth of the time that naming
         blocks by address takes. Returns the handle of the list. The list must be released before
         the peer is removed.
         """
-        rows = []
-        address = pool.address
-        for num_blocks, size in pool.spans.pools:
-            rows.append((address, size, pool.device_id, size, num_blocks))
-            address += num_blocks * size
+        rows = [
+            (blocks.address + offset, num_bytes, blocks.device_id, stride, num_blocks)
+            for offset, num_blocks, stride, num_bytes in blocks.pools
+        ]
         with self._translated("naming blocks"):
             handle: int = self._agent.prepXferDlist(
                 self._bindings.NIXL_INIT_AGENT if peer is None else peer,
-                self._segment(pool.memory),
+                self._segment(blocks.memory),
                 np.array(rows, np.uint64),
                 [self._backend],
             )

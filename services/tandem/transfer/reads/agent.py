@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.transfer.reads.messages import RemotePool
+from tandem.transfer.reads.block_list import BlockList
 
 BlockIds = NDArray[np.int32]
 
@@ -33,8 +33,8 @@ class ReadAgent(Protocol):
     def remove_peer(self, name: str) -> None:
         """Ends the access to a peer's memory."""
 
-    def list_blocks(self, peer: str | None, pool: RemotePool) -> int:
-        """Prepares a list of the blocks of a peer's pool, or of local memory if `peer` is None.
+    def list_blocks(self, peer: str | None, blocks: BlockList) -> int:
+        """Prepares a list of blocks of a peer's memory, or of local memory if `peer` is None.
 
         Returns the handle of the list. The list must be released before the peer is removed.
         """
@@ -44,8 +44,9 @@ class ReadAgent(Protocol):
     def create_block_read(
         self, *, producer_list: int, producer_ids: BlockIds, local_list: int, local_ids: BlockIds
     ) -> int:
-        """Prepares a read of the peer's block `producer_ids[i]` into the local block
-        `local_ids[i]`, for each index i. Returns the handle of the read."""
+        """Prepares a read of the part of the peer's block `producer_ids[i]` that is in the first
+        list into the part of the local block `local_ids[i]` that is in the second list, for each
+        index i. The two parts have the same size. Returns the handle of the read."""
 
     def start(self, handle: int) -> ReadState:
         """Starts a read. A started read cannot be cancelled."""

@@ -18,6 +18,9 @@ blocks of abandoned reads are fenced (fence.py): the engine does not reuse a fen
 `unfenced` returns the block. `unfenced` returns the blocks of a read when the read has ended or the
 agent was replaced.
 
+A peer may have several ranks with a pool each. The reader then reads from each of them the heads
+that its own pool has (tensor_parallel.py).
+
 The agent is created when it is first needed, and a peer's metadata is loaded when the
 peer is first needed. After the agent was replaced (instance.py), all peers are loaded again. Pulls
 progress only while `poll` runs.
@@ -26,11 +29,12 @@ progress only while `poll` runs.
 import ctypes
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tandem.common.backoff import Backoff, doubling
 from tandem.engine.cache.layout.block_spans import BlockSpans
+from tandem.engine.cache.layout.rank_heads import RankHeads
 from tandem.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -40,11 +44,13 @@ from tandem.errors import (
     WorkerLost,
 )
 from tandem.transfer.reads.agent import ReadAgent
+from tandem.transfer.reads.block_list import BlockList
 from tandem.transfer.reads.fence import Fence
-from tandem.transfer.reads.instance import AgentInstance, logged
-from tandem.transfer.reads.messages import LocalPool, Pull, PullResult, RemotePool
+from tandem.transfer.reads.instance import AgentInstance, LoadedPeer, logged
+from tandem.transfer.reads.messages import LocalPool, PeerRank, Pull, PullResult, RemotePool
 from tandem.transfer.reads.piece_size import FIRST_BYTES, PIECE_S, PieceSize
-from tandem.transfer.reads.pull import PullInPieces, Read, is_done
+from tandem.transfer.reads.pull import PullInPieces, Read, Source, is_done
+from tandem.transfer.tensor_parallel import RankRead, rank_reads
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +72,21 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
+class _PeerRank:
+    """A rank of a peer: the part of its blocks that is read, and its place in local blocks."""
+
     metadata: bytes
-    pool: RemotePool
+    blocks: BlockList
+    pool_blocks: BlockList  # of the local pool
+    scratch_blocks: BlockList
+    share: float  # the part of a local block's bytes that the rank has
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    ranks: tuple[_PeerRank, ...]
+    num_blocks: int  # of all pools of each rank
+    num_first_blocks: int  # of the first pool of each rank
 
 
 class BlockReader:
@@ -92,7 +110,8 @@ class BlockReader:
         `delay_s` is for tests: a pull becomes DONE at the earliest this many seconds after its
         start."""
         self._pool = pool
-        self._spans = pool.layout.spans
+        self._spans = pool.own_layout.spans
+        self._heads = RankHeads(pool.layout.num_kv_heads, pool.num_ranks)
         self._scratch_memory: ctypes.Array[ctypes.c_char] | None = None
         address = pool.device_scratch
         if address is None:
@@ -114,8 +133,7 @@ class BlockReader:
         self._peers: dict[str, _Peer] = {}
         self._pulls: dict[str, PullInPieces] = {}
         self._to_reload: list[str] = []  # ids of peers that a new agent has not loaded yet
-        # number of an abandoned read in `_fence` -> (name of the peer's agent, read)
-        self._abandoned: dict[int, tuple[str, Read]] = {}
+        self._abandoned: dict[int, Read] = {}  # number of an abandoned read in `_fence` -> read
         self._results: list[PullResult] = []
         self._unfenced: list[int] = []
         self._backoff = Backoff(doubling(POLL_S_MIN, poll_s_max))
@@ -125,19 +143,45 @@ class BlockReader:
         # the last success: (time of the first one, error message of the newest one).
         self._create_failure: tuple[float, str] | None = None
 
-    def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
-        """Loads a peer, so that pulls can read the peer's blocks. Raises TandemError on failure."""
-        theirs = _block_sizes(pool.spans)
-        ours = _block_sizes(self._spans)
-        if theirs != ours:
-            raise Incompatible(
-                f"{peer_id} has blocks of {theirs} bytes; those of this worker have {ours} bytes"
-            )
+    def connect(self, peer_id: str, ranks: Sequence[PeerRank]) -> None:
+        """Loads a peer, so that pulls can read the peer's blocks. `ranks` has the ranks in order.
+        Raises TandemError on failure."""
+        heads = RankHeads(self._heads.num_heads, len(ranks))
+        expected = _block_sizes(self._pool.layout.of_rank(len(ranks)).spans)
+        for number, rank in enumerate(ranks):
+            if (theirs := _block_sizes(rank.pool.spans)) != expected:
+                raise Incompatible(
+                    f"rank {number} of {peer_id} has blocks of {theirs} bytes; this worker expects "
+                    f"{expected} bytes"
+                )
+        reads = rank_reads(heads, self._heads, local_rank=self._pool.rank)
+        first = ranks[0].pool.spans
+        peer = _Peer(
+            tuple(self._peer_rank(ranks[read.producer_rank], heads, read) for read in reads),
+            num_blocks=first.num_blocks,
+            num_first_blocks=first.pools[0][0],
+        )
         known = self._peers.get(peer_id)
-        if known is not None and known.metadata != metadata:
+        if known is not None and known != peer:
             self.disconnect(peer_id)
-        self._agent_instance().load(metadata, pool)
-        self._peers[peer_id] = _Peer(metadata, pool)
+        self._load(peer)
+        self._peers[peer_id] = peer
+
+    def _peer_rank(self, rank: PeerRank, heads: RankHeads, read: RankRead) -> _PeerRank:
+        num_heads = read.num_heads
+        theirs = range(read.producer_head, read.producer_head + num_heads)
+        ours = range(read.local_head, read.local_head + num_heads)
+        return _PeerRank(
+            rank.metadata,
+            rank.pool.blocks(theirs, heads.per_rank),
+            self._pool.remote().blocks(ours, self._heads.per_rank),
+            self._scratch.blocks(ours, self._heads.per_rank),
+            share=num_heads / self._heads.per_rank,
+        )
+
+    def _load(self, peer: _Peer) -> list[LoadedPeer]:
+        instance = self._agent_instance()
+        return [instance.load(rank.metadata, rank.blocks) for rank in peer.ranks]
 
     def probe(self, pull_id: str, peer_id: str, num_blocks: int, deadline_s: float) -> None:
         """Starts a pull of a few blocks into scratch memory, to test that the peer can be read.
@@ -146,7 +190,7 @@ class BlockReader:
         peer's pool has fewer blocks. It reads at least one block.
         """
         peer = self._peers.get(peer_id)
-        num_peer_blocks = peer.pool.spans.pools[0][0] if peer is not None else 1
+        num_peer_blocks = peer.num_first_blocks if peer is not None else 1
         block_ids = list(range(max(1, min(num_blocks, self._scratch.num_blocks, num_peer_blocks))))
         pull = Pull(pull_id, peer_id, block_ids, [], deadline_s)
         try:
@@ -240,7 +284,7 @@ class BlockReader:
         """
         assert not self._pulls, "fencing would end the pulls under way"
         if self._instance is not None:
-            for _, read in self._abandoned.values():
+            for read in self._abandoned.values():
                 with logged("the handle is freed when the agent is destroyed"):
                     self._instance.agent.release(read.handle)
             self._instance.close()
@@ -307,12 +351,22 @@ class BlockReader:
         peer = self._peers.get(pull.peer_id)
         if peer is None:
             raise WorkerLost(f"the peer {pull.peer_id} is not connected")
-        _check_range(pull.producer_block_ids, peer.pool.spans.num_blocks)
+        _check_range(pull.producer_block_ids, peer.num_blocks)
+        loaded = self._load(peer)
         instance = self._agent_instance()
+        sources = [
+            Source(
+                rank,
+                instance.local_list(
+                    each.pool_blocks if pull.local_block_ids else each.scratch_blocks
+                ),
+                each.share,
+            )
+            for rank, each in zip(loaded, peer.ranks, strict=True)
+        ]
         self._pulls[pull.pull_id] = PullInPieces(
             pull,
-            instance.load(peer.metadata, peer.pool),
-            target_list=instance.pool_list if pull.local_block_ids else instance.scratch_list,
+            sources,
             num_bytes=self._spans.num_bytes(pull.local_block_ids or pull.producer_block_ids),
             piece_size=self._piece_size,
             clock=self._clock,
@@ -333,7 +387,8 @@ class BlockReader:
             self._give_up(active, error, "error")
             if (peer := self._peers.get(pull.peer_id)) is not None:
                 # The peer is unloaded, so that the next pull from it connects again.
-                self._instance.unload(peer.metadata, self._agents_in_use())
+                for rank in peer.ranks:
+                    self._instance.unload(rank.metadata, self._agents_in_use())
             return True
         delay_s = self._delay_s if pull.local_block_ids else 0.0  # probes are not delayed
         if active.is_done and now >= active.started_at + delay_s:
@@ -358,8 +413,7 @@ class BlockReader:
         del self._pulls[active.pull.pull_id]
         now = self._clock()
         for read in active.reads:
-            number = self._fence.fail(read.local_ids, now)
-            self._abandoned[number] = (active.peer.agent_name, read)
+            self._abandoned[self._fence.fail(read.local_ids, now)] = read
         safe_blocks = active.safe_blocks()
         result = PullResult(
             active.pull.pull_id,
@@ -379,7 +433,7 @@ class BlockReader:
 
     def _poll_abandoned(self) -> bool:
         moved = False
-        for number, (_, read) in list(self._abandoned.items()):
+        for number, read in list(self._abandoned.items()):
             assert self._instance is not None
             done = False
             with logged("its blocks stay fenced until the agent is replaced"):
@@ -395,11 +449,11 @@ class BlockReader:
 
     def _unload_strays(self) -> None:
         if self._instance is not None:
-            wanted = {peer.metadata for peer in self._peers.values()}
+            wanted = {rank.metadata for peer in self._peers.values() for rank in peer.ranks}
             self._instance.unload_strays(wanted, self._agents_in_use())
 
     def _agents_in_use(self) -> set[str]:
-        return {agent_name for agent_name, _ in self._abandoned.values()}
+        return {read.agent_name for read in self._abandoned.values()}
 
     def _reload(self, peer_id: str) -> None:
         """Loads a peer into a new agent, so that the next pull from the peer can start at once.
@@ -408,13 +462,13 @@ class BlockReader:
         """
         if (peer := self._peers.get(peer_id)) is not None:
             with logged(f"the next pull from {peer_id} tries again"):
-                self._agent_instance().load(peer.metadata, peer.pool)
+                self._load(peer)
 
     def _agent_instance(self) -> AgentInstance:
         if self._instance is None:
             try:
                 agent = self._make_agent(self._fence.instance)
-                self._instance = AgentInstance(agent, self._pool, self._scratch)
+                self._instance = AgentInstance(agent, self._pool.remote(), self._scratch)
             except TandemError as error:
                 since = self._clock() if self._create_failure is None else self._create_failure[0]
                 self._create_failure = since, error.message

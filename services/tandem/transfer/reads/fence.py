@@ -1,11 +1,13 @@
 """Tracks local blocks that an abandoned read may still write.
 
 An abandoned read is an unfinished read of a pull that was given up. The local blocks of an
-abandoned read are fenced: they must not be reused yet.
+abandoned read are fenced: they must not be reused yet. Several reads of a pull may write the same
+block, each another part of it. The block is fenced until the last of them has ended.
 
     event                                    method called   the read's local blocks afterwards
     the pull of the read is given up         `fail`          fenced
-    the read has ended after all             `late_done`     safe: the read writes no more bytes
+    the read has ended after all             `late_done`     safe, unless another abandoned read
+                                                             may write them
     the consumer's agent was destroyed, and  `renewed`       safe: the agent's reads have ended
     the GPU's queued copies have ended
 
@@ -22,6 +24,7 @@ Once the unfinished pulls have ended, the agent can be replaced.
 This module does no I/O and reads no clock.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 
@@ -34,7 +37,7 @@ class Fence:
         self._next_read = 0
         # number of an abandoned read -> local blocks that the read may write
         self._reads: dict[int, list[int]] = {}
-        self._blocks: set[int] = set()
+        self._blocks: Counter[int] = Counter()  # fenced block -> number of reads that may write it
         # number of an abandoned read -> time at which `fail` was called, oldest first
         self._failed_at: dict[int, float] = {}
 
@@ -58,12 +61,11 @@ class Fence:
 
     def fenced(self, block_ids: Iterable[int]) -> set[int]:
         """Returns those of `block_ids` that are fenced."""
-        return self._blocks.intersection(block_ids)
+        return self._blocks.keys() & block_ids
 
     def fail(self, block_ids: Iterable[int], now: float) -> int:
         """Fences the local blocks of an abandoned read. Returns the number assigned to the read."""
         blocks = list(block_ids)
-        assert not self._blocks.intersection(blocks), "a fenced block was read into again"
         read, self._next_read = self._next_read, self._next_read + 1
         self._reads[read] = blocks
         self._blocks.update(blocks)
@@ -71,11 +73,12 @@ class Fence:
         return read
 
     def late_done(self, read: int) -> list[int]:
-        """Ends the fence of an abandoned read that is now DONE. Returns the blocks of the read."""
+        """Ends the fence of an abandoned read that is now DONE. Returns the blocks of the read that
+        are safe now."""
         blocks = self._reads.pop(read)
         del self._failed_at[read]
-        self._blocks.difference_update(blocks)
-        return blocks
+        self._blocks -= Counter(blocks)
+        return [block for block in blocks if block not in self._blocks]
 
     def renewal_due(self, now: float, num_pulls_under_way: int) -> bool:
         """Returns whether the consumer's agent should be replaced now."""

@@ -1,8 +1,8 @@
 """A consumer's agent, with lists of the blocks of the local pool and of the peers' pools.
 
-When the agent is created, it registers the local KV pool. When a peer is loaded, the agent prepares
-a list of the blocks in the peer's pool, so that a pull can name these blocks by number. `close`
-destroys the agent, which ends all reads except copies that a GPU has queued.
+When the agent is created, it registers the local KV pool. When a rank of a peer is loaded, the
+agent prepares a list of the blocks in its pool, so that a pull can name these blocks by number.
+`close` destroys the agent, which ends all reads except copies that a GPU has queued.
 """
 
 import logging
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from tandem.errors import TandemError
 from tandem.transfer.reads.agent import ReadAgent
-from tandem.transfer.reads.messages import LocalPool, RemotePool
+from tandem.transfer.reads.block_list import BlockList
+from tandem.transfer.reads.messages import RemotePool
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +30,19 @@ class AgentInstance:
     Methods raise TandemError, but methods that release or unload something only log errors.
     """
 
-    def __init__(
-        self,
-        agent: ReadAgent,
-        pool: LocalPool,
-        scratch: RemotePool,
-    ) -> None:
-        """`scratch` has the local blocks into which the reads of probes write."""
+    def __init__(self, agent: ReadAgent, *local: RemotePool) -> None:
+        """Reads can write into the memory `local`."""
         self.agent = agent
-        self._peers: dict[bytes, LoadedPeer] = {}  # metadata of a peer -> loaded peer
+        self._peers: dict[bytes, LoadedPeer] = {}  # metadata of a peer's rank -> loaded rank
+        self._local: dict[BlockList, int] = {}  # local blocks -> handle of their list
         self._ended: list[int] = []  # handles of DONE reads that `release_ended` will release
-        self.pool_list = self._open(pool.remote())
-        self.scratch_list = self._open(scratch)
+        for memory in local:
+            agent.register(
+                address=memory.address,
+                num_bytes=memory.spans.memory_bytes,
+                device_id=memory.device_id,
+                memory=memory.memory,
+            )
 
     @property
     def holds_ended(self) -> bool:
@@ -60,13 +62,19 @@ class AgentInstance:
                 self.agent.release(handle)
         self._ended.clear()
 
-    def load(self, metadata: bytes, pool: RemotePool) -> LoadedPeer:
-        """Loads the peer with this metadata, unless it is loaded already. Returns the loaded
-        peer."""
+    def load(self, metadata: bytes, blocks: BlockList) -> LoadedPeer:
+        """Loads the rank of a peer with this metadata, unless it is loaded already. Returns the
+        loaded rank, with a list of its blocks `blocks`."""
         if metadata not in self._peers:
             name = self.agent.add_peer(metadata)
-            self._peers[metadata] = LoadedPeer(name, self.agent.list_blocks(name, pool))
+            self._peers[metadata] = LoadedPeer(name, self.agent.list_blocks(name, blocks))
         return self._peers[metadata]
+
+    def local_list(self, blocks: BlockList) -> int:
+        """Returns the handle of a list of local blocks."""
+        if blocks not in self._local:
+            self._local[blocks] = self.agent.list_blocks(None, blocks)
+        return self._local[blocks]
 
     def unload_strays(self, wanted: Container[bytes], in_use: Container[str]) -> None:
         """Unloads all peers whose metadata is not in `wanted`.
@@ -87,21 +95,10 @@ class AgentInstance:
         with logged("the agent has already removed the peer"):
             self.agent.remove_peer(peer.agent_name)
 
-    def _open(self, blocks: RemotePool) -> int:
-        """Registers local memory, so that reads can write into its blocks. Returns the handle of
-        the list of the blocks."""
-        self.agent.register(
-            address=blocks.address,
-            num_bytes=blocks.spans.memory_bytes,
-            device_id=blocks.device_id,
-            memory=blocks.memory,
-        )
-        return self.agent.list_blocks(None, blocks)
-
     def close(self) -> None:
         self.release_ended()
-        lists = [self.pool_list, self.scratch_list]
-        for block_list in [*lists, *(peer.block_list for peer in self._peers.values())]:
+        remote = (peer.block_list for peer in self._peers.values())
+        for block_list in [*self._local.values(), *remote]:
             with logged("the list of blocks is freed when the agent is destroyed"):
                 self.agent.release_list(block_list)
         self._peers.clear()

@@ -3,6 +3,8 @@
 The main thread passes messages of a class with `tag=True` on to the worker's I/O process.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import msgspec
@@ -10,11 +12,13 @@ import msgspec
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.transfer.protocol import PROBE_BYTES
+from tandem.transfer.reads.block_list import BlockList, BlockParts
 
 
 class RemotePool(msgspec.Struct, frozen=True):
-    """The address and block sizes of a producer's pools. The producer has one pool for each KV
-    group, and the pools lie one after another in memory."""
+    """The address and block sizes of the pools of a producer, or of one of its ranks if each has
+    pools of its own. There is one pool for each KV group, and the pools lie one after another in
+    memory."""
 
     address: int
     num_blocks: int  # total number of blocks of all pools
@@ -28,6 +32,26 @@ class RemotePool(msgspec.Struct, frozen=True):
     def spans(self) -> BlockSpans:
         return BlockSpans(self.pools or ((self.num_blocks, self.block_bytes),))
 
+    def blocks(self, heads: range = range(1), num_heads: int = 1) -> BlockList:
+        """Returns a list of the heads `heads` of each block; all bytes by default. A block has
+        `num_heads` heads."""
+        parts = []
+        start = 0
+        for num_blocks, size in self.spans.pools:
+            head_bytes = size // num_heads
+            offset = start + heads.start * head_bytes
+            parts.append(BlockParts(offset, num_blocks, size, len(heads) * head_bytes))
+            start += num_blocks * size
+        return BlockList(self.address, self.device_id, self.memory, tuple(parts))
+
+
+class PeerRank(msgspec.Struct, frozen=True):
+    """One rank of a peer: its pool, and the metadata with which an agent can read it. A peer whose
+    ranks share one pool counts as one rank."""
+
+    metadata: bytes
+    pool: RemotePool
+
 
 class LocalPool(msgspec.Struct, frozen=True):
     """This process's KV pool: its address and its layout."""
@@ -36,27 +60,37 @@ class LocalPool(msgspec.Struct, frozen=True):
     num_bytes: int
     device_id: int
     memory: str
-    layout: KvLayout
+    layout: KvLayout  # of blocks with all heads of the model
     # Address of `scratch_bytes` bytes on the pool's device, into which probes read. Probes then
     # take the path of pulls. None: the pool is in host memory, and the consumer allocates them.
     device_scratch: int | None = None
+    # If several ranks of the worker have a pool each: this process's rank, and their number. The
+    # pool then has only the heads of the rank.
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def own_layout(self) -> KvLayout:
+        """The layout of this pool, with the heads of the rank."""
+        return self.layout.of_rank(self.num_ranks)
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch memory: PROBE_BYTES in whole blocks, but at least one block. Probes
         read blocks of the peer's first pool."""
-        _, size = self.layout.spans.pools[0]
+        _, size = self.own_layout.spans.pools[0]
         return max(1, PROBE_BYTES // size) * size
 
     def remote(self) -> RemotePool:
         """Returns the description that peers need to read blocks of this pool."""
+        layout = self.own_layout
         return RemotePool(
             address=self.address,
-            num_blocks=self.layout.num_blocks,
-            block_bytes=self.layout.block_bytes,
+            num_blocks=layout.num_blocks,
+            block_bytes=layout.block_bytes,
             device_id=self.device_id,
             memory=self.memory,
-            pools=self.layout.spans.pools if len(self.layout.groups) > 1 else (),
+            pools=layout.spans.pools if len(layout.groups) > 1 else (),
         )
 
 
@@ -141,6 +175,12 @@ class ProducerReady(msgspec.Struct, frozen=True, tag=True):
     # `cuda_ipc_error` has the reason, or this process does not use CUDA IPC.
     cuda_ipc: bytes = b""
     cuda_ipc_error: str = ""
+    # The answers of ranks 1 and up, in order, if each rank has a pool of its own.
+    other_ranks: tuple[ProducerReady, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[ProducerReady, ...]:
+        return self, *self.other_ranks
 
 
 TransferEvent = Settled | Unfenced | Renewed | Broken | PeerConnected | ProducerReady

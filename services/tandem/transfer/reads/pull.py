@@ -1,14 +1,16 @@
 """The progress of one pull.
 
 A pull is split into pieces, so that other pulls and cancels are handled in between (piece_size.py).
-A piece is some consecutive blocks of the pull, and is one read of the agent. States of a piece:
+A piece is some consecutive blocks of the pull, and is one read of the agent. If the heads of the
+blocks are on several ranks of the peer, the pull reads all blocks from one rank after the other.
+States of a piece:
 
     waiting --the read is started--> under way --the read is DONE--> all bytes are in place
                                          `--the read FAILED, or the pull is given up-->
                                                                       bytes may still arrive
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +27,20 @@ class Read:
     """The agent's read of one piece of a pull."""
 
     handle: int
+    agent_name: str  # the agent's name of the rank that is read
     local_ids: list[int]
     # True: the agent reported an error for the read. The read will not become DONE, but bytes may
     # still arrive.
     ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One rank of a peer, and the list of local blocks into which its heads are read."""
+
+    rank: LoadedPeer
+    target_list: int
+    share: float  # the part of a local block's bytes that are read from this rank
 
 
 class PullInPieces:
@@ -40,15 +52,13 @@ class PullInPieces:
     def __init__(
         self,
         pull: Pull,
-        peer: LoadedPeer,
+        sources: Sequence[Source],
         *,
-        target_list: int,
         num_bytes: int,
         piece_size: PieceSize,
         clock: Callable[[], float],
     ) -> None:
         self.pull = pull
-        self.peer = peer
         self.started_at = clock()
         self.reads: list[Read] = []
         self.num_bytes = num_bytes
@@ -63,12 +73,12 @@ class PullInPieces:
         # ... of the scratch memory, so the target ids are the producer's ids.
         target_ids = pull.local_block_ids or pull.producer_block_ids
         self._target_ids = np.array(target_ids, np.int32)
-        self._target_list = target_list
-        self._num_started = 0  # number of blocks in the pieces whose reads were started
+        self._sources = list(sources)  # that were not read to the end yet
+        self._num_started = 0  # number of blocks whose reads from the first source were started
 
     @property
     def is_done(self) -> bool:
-        return self._num_started == len(self._producer_ids) and not self.reads
+        return not self._sources and not self.reads
 
     def advance(self, instance: AgentInstance) -> bool:
         """Checks the started reads, and starts at most one more read. Returns whether a read was
@@ -77,7 +87,7 @@ class PullInPieces:
         Raises TandemError if a read failed. The caller must then give up the pull.
         """
         moved = self._settle_reads(instance)
-        if self._num_started < len(self._producer_ids) and len(self.reads) < READS_MAX:
+        if self._sources and len(self.reads) < READS_MAX:
             self._start(instance)
             moved = True
         return moved
@@ -100,16 +110,23 @@ class PullInPieces:
 
     def _start(self, instance: AgentInstance) -> None:
         agent = instance.agent
-        num_blocks = max(1, self._piece_size.num_bytes // self._block_bytes)
+        source = self._sources[0]
+        block_bytes = max(1, int(self._block_bytes * source.share))
+        num_blocks = max(1, self._piece_size.num_bytes // block_bytes)
         piece = slice(self._num_started, self._num_started + num_blocks)
+        producer_ids = self._producer_ids[piece]
         handle = agent.create_block_read(
-            producer_list=self.peer.block_list,
-            producer_ids=self._producer_ids[piece],
-            local_list=self._target_list,
+            producer_list=source.rank.block_list,
+            producer_ids=producer_ids,
+            local_list=source.target_list,
             local_ids=self._target_ids[piece],
         )
-        self._num_started = min(piece.stop, len(self._producer_ids))
-        read = Read(handle, self.pull.local_block_ids[piece])  # a probe has no local block ids
+        self._num_started = piece.stop
+        if self._num_started >= len(self._producer_ids):
+            self._sources.pop(0)
+            self._num_started = 0
+        # A probe has no local block ids.
+        read = Read(handle, source.rank.agent_name, self.pull.local_block_ids[piece])
         self.reads.append(read)
         read.ended = True  # stays True if `start` raises
         started_at = self._clock()
@@ -118,8 +135,7 @@ class PullInPieces:
         self.post_s += took_s
         read.ended = state is ReadState.FAILED
         if state is ReadState.DONE:
-            num_bytes = (self._num_started - piece.start) * self._block_bytes
-            self._piece_size.observe(num_bytes, took_s)
+            self._piece_size.observe(len(producer_ids) * block_bytes, took_s)
             self.reads.remove(read)
             instance.release_later(handle)
         elif state is ReadState.FAILED:

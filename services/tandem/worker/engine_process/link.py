@@ -189,15 +189,15 @@ class EngineLink:
         return future
 
     async def connect_peer(
-        self, peer_id: str, metadata: bytes, pool: transfer.RemotePool, transport: str
+        self, peer_id: str, ranks: Sequence[transfer.PeerRank], transport: str
     ) -> list[tuple[int, float]]:
-        """Connects a peer over NIXL or CUDA IPC.
+        """Connects a peer, whose ranks are given in order, over NIXL or CUDA IPC.
 
-        Returns (bytes, seconds) of each of a few test reads. Raises Incompatible if the peer's pool
-        cannot be read.
+        Returns (bytes, seconds) of each of a few test reads. Raises Incompatible if the peer's
+        pools cannot be read.
         """
         answer = self._question((transport, peer_id))
-        self.send(messages.ConnectPeer(peer_id, metadata, pool, transport))
+        self.send(messages.ConnectPeer(peer_id, list(ranks), transport))
         async with asyncio.timeout(ANSWER_DEADLINE_S):
             reply: transfer.PeerConnected = await answer
         if reply.error:

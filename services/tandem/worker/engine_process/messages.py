@@ -149,12 +149,11 @@ class ReturnWaiting(msgspec.Struct, frozen=True, tag=True):
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
-    """Make a peer's pool readable over a transport, "nixl" or "cuda_ipc"; answered by
+    """Make a peer's pools readable over a transport, "nixl" or "cuda_ipc"; answered by
     `PeerConnected`."""
 
     peer_id: str
-    metadata: bytes
-    pool: transfer.RemotePool
+    ranks: list[transfer.PeerRank]  # the peer's ranks in order
     transport: str
 
 

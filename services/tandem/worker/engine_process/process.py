@@ -28,25 +28,25 @@ from queue import SimpleQueue
 from typing import Any
 
 import msgspec
-import torch
 import zmq
 
 from tandem.common.process.garbage import exempt_loaded
 from tandem.engine.cache.layout.pool_bytes import pool_bytes
 from tandem.engine.cache.layout.pool_memory import populate
 from tandem.engine.engine import Engine
-from tandem.engine.executor.runner import ModelRunner, choose_device
+from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.io_thread import IoThread
 from tandem.engine.types import Failed, StepReport
 from tandem.errors import ConfigError, InternalError, TandemError, WorkerLost
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
 from tandem.net.observability.logs import about, configure_logging
-from tandem.transfer.cuda_ipc.agent import IpcDevice
+from tandem.transfer.ranks import RankTransfers
 from tandem.transfer.reads import messages as transfer
-from tandem.transfer.reads.messages import LocalPool, PullResult
+from tandem.transfer.reads.messages import PullResult
 from tandem.transfer.thread import TransferThread
 from tandem.worker.engine_process import messages
+from tandem.worker.engine_process.pool_transfers import PoolTransfers, serve_rank
 from tandem.worker.engine_process.pull_ledger import PullLedger
 
 log = logging.getLogger(__name__)
@@ -69,28 +69,25 @@ class EngineProcess:
         self._tier_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._runner, self._engine, fingerprint = self._load(settings, load_ms)
         on_cpu = self._runner.kv.device.type == "cpu"
-        self._pool_is_shared = on_cpu and settings.pool_fd is not None
-        self._bytes = pool_bytes(self._runner.kv, self._engine.layout)
+        has_one_pool = self._runner.num_pools == 1
+        self._pool_is_shared = on_cpu and has_one_pool and settings.pool_fd is not None
+        self._bytes = (
+            pool_bytes(self._runner.kv, self._engine.layout)
+            if has_one_pool
+            else self._runner.blocks
+        )
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PAIR)
         self._commands.connect(settings.commands_address)
         self._transfers_address = settings.transfers_address
-        # created in the transfer thread, because a ZeroMQ socket belongs to one thread
+        # created by `_on_transfer_event`, because a ZeroMQ socket belongs to one thread
         self._transfers: Any = None
         self._wake = self._context.socket(zmq.PULL)
         self._wake.bind("inproc://settled")
         self._wake_sender: Any = None
         self._settled: SimpleQueue[transfer.Settled | transfer.Unfenced] = SimpleQueue()
         self._ledger = PullLedger()
-        self._transfer = TransferThread(
-            self._local_pool(),
-            settings.transfer,
-            f"{settings.worker_id}-{settings.epoch}",
-            self._on_transfer_event,
-            self._use_device,
-            self._finish_copies,
-            self._ipc_device(),
-        )
+        self._transfer = self._make_transfers(settings)
         self._tick = 0
         self._num_commands = 0  # number of applied commands
         self._failed: list[Failed] = []
@@ -114,8 +111,6 @@ class EngineProcess:
             model_impl=settings.engine.model_impl,
         )
         load_ms["resolve"] = _ms_since(started)
-        if why := settings.engine.why_no_transfers(choose_device(settings.engine).type):
-            raise ConfigError(why)
         started = time.perf_counter()
         with _telling(settings.transfers_address) as tell:
             runner = ModelRunner(
@@ -125,6 +120,7 @@ class EngineProcess:
                 on_progress=tell,
                 on_rank_end=partial(_end_with_rank, settings.transfers_address),
                 gpu_wait_s=settings.gpu_wait_s,
+                rank_service=partial(serve_rank, settings.transfer, _agent_name(settings)),
             )
         load_ms["weights"] = _ms_since(started)
         started = time.perf_counter()
@@ -244,8 +240,8 @@ class EngineProcess:
                 self._bytes.write_probe(frames[1])
             case messages.LoadProbe(request_id, num_bytes):
                 self._send(messages.BlockData(request_id, ""), self._bytes.read_probe(num_bytes))
-            case messages.ConnectPeer(peer_id, metadata, pool, transport):
-                self._transfer.connect(peer_id, metadata, pool, transport)
+            case messages.ConnectPeer(peer_id, ranks, transport):
+                self._transfer.connect(peer_id, ranks, transport)
             case messages.DisconnectPeer(peer_id, transport):
                 self._transfer.disconnect(peer_id, transport)
             case messages.DescribeSource(request_id):
@@ -300,7 +296,7 @@ class EngineProcess:
 
     def _on_transfer_event(self, event: transfer.TransferEvent) -> None:
         """Passes a transfer event to the engine's loop, the I/O process or both. Runs in the
-        transfer thread.
+        transfer thread, or in the one that merges the events of all ranks.
         """
         if self._transfers is None:
             self._transfers = self._context.socket(zmq.PUSH)
@@ -336,46 +332,16 @@ class EngineProcess:
             frames.append(data)
         self._commands.send_multipart(frames, copy=len(frames) == 1)
 
-    def _use_device(self) -> None:
-        """Sets the pool's CUDA device in the transfer thread.
+    def _make_transfers(self, settings: messages.EngineSettings) -> TransferThread | RankTransfers:
+        pool = self._pool_transfers()
+        make_thread = partial(pool.thread, settings.transfer, _agent_name(settings))
+        if self._runner.num_pools == 1:
+            return make_thread(self._on_transfer_event)
+        return RankTransfers(make_thread, self._runner.service_pipes, self._on_transfer_event)
 
-        UCX opens a peer's memory in the CUDA context of that device.
-        """
-        if self._runner.kv.device.type == "cuda":
-            torch.cuda.set_device(self._runner.kv.device)
-
-    def _finish_copies(self) -> None:
-        """Waits until the pool's CUDA device has finished all work that this process has queued.
-
-        UCX copies in streams of its own, which are gone when its agent is destroyed. So this waits
-        for the whole device, and for the step in progress, too. No graph is being recorded then:
-        the runner records all graphs before the transfer thread starts.
-        """
-        if self._runner.kv.device.type == "cuda":
-            torch.cuda.synchronize(self._runner.kv.device)
-
-    def _ipc_device(self) -> IpcDevice | None:
-        """Returns the pool's device if processes of this machine can map its memory."""
-        if self._runner.kv.device.type != "cuda":
-            return None
-        from tandem.transfer.cuda_ipc.cuda import CudaIpcDevice  # imports Triton
-
-        return CudaIpcDevice(self._runner.kv.device)
-
-    def _local_pool(self) -> LocalPool:
-        kv = self._runner.kv
-        pool = LocalPool(
-            address=kv.data_ptr(),
-            num_bytes=self._engine.layout.pool_bytes,
-            device_id=kv.device.index or 0,
-            memory="VRAM" if kv.device.type == "cuda" else "DRAM",
-            layout=self._engine.layout,
-        )
-        if kv.device.type != "cuda":
-            return pool
-        # kept in an attribute, so that torch does not reuse the memory
-        self._scratch = torch.empty(pool.scratch_bytes, dtype=torch.uint8, device=kv.device)
-        return msgspec.structs.replace(pool, device_scratch=self._scratch.data_ptr())
+    def _pool_transfers(self) -> PoolTransfers:
+        layout = self._engine.layout
+        return PoolTransfers(self._runner.kv, layout, num_ranks=self._runner.num_pools)
 
     def _ready(self, fingerprint: str, load_ms: dict[str, float]) -> messages.Ready:
         layout = self._engine.layout
@@ -393,6 +359,10 @@ class EngineProcess:
             kernels=self._runner.kernels_name,
             pool_is_shared=self._pool_is_shared,
         )
+
+
+def _agent_name(settings: messages.EngineSettings) -> str:
+    return f"{settings.worker_id}-{settings.epoch}"
 
 
 def _ms_since(started: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +22,7 @@ from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
 from tandem.net.store.registry import KvCompatibility
 from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.transfer.nixl.reach import host_identity
+from tandem.transfer.reads.messages import ProducerReady
 from tandem.worker.lifecycle.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -144,22 +145,33 @@ class Servicer(WorkerServicer):
         )
         if transfer.transport != "grpc" and list(request.transports) != ["grpc"]:
             producer = await self._worker.link.describe_producer()
-            response.pool = msgspec.msgpack.encode(producer.pool)
-            for name, error in (
-                ("NIXL", producer.error),
-                ("CUDA IPC", producer.cuda_ipc_error),
-            ):
-                if error:
-                    log.warning("this worker cannot serve blocks over %s: %s", name, error)
-            if "nixl" in request.transports and producer.metadata:
-                response.transports.insert(0, "nixl")
-                response.nixl_metadata = producer.metadata
-            if "cuda_ipc" in request.transports and producer.cuda_ipc:
-                response.transports.insert(0, "cuda_ipc")
-                response.cuda_ipc_metadata = producer.cuda_ipc
+            self._offer(response, producer.ranks, request.transports)
         if transfer.transport in ("nixl", "cuda_ipc"):
             response.transports.remove("grpc")
         return response
+
+    def _offer(
+        self,
+        response: pb.ConnectResponse,
+        ranks: Sequence[ProducerReady],
+        transports: Collection[str],
+    ) -> None:
+        """Adds how a peer that can use `transports` can read the pools of these ranks."""
+        others = [response.other_ranks.add() for _ in ranks[1:]]
+        rows: list[pb.ConnectResponse | pb.RankPool] = [response, *others]
+        for row, rank in zip(rows, ranks, strict=True):
+            row.pool = msgspec.msgpack.encode(rank.pool)
+            for name, error in (("NIXL", rank.error), ("CUDA IPC", rank.cuda_ipc_error)):
+                if error:
+                    log.warning("this worker cannot serve blocks over %s: %s", name, error)
+        if "nixl" in transports and all(rank.metadata for rank in ranks):
+            response.transports.insert(0, "nixl")
+            for row, rank in zip(rows, ranks, strict=True):
+                row.nixl_metadata = rank.metadata
+        if "cuda_ipc" in transports and all(rank.cuda_ipc for rank in ranks):
+            response.transports.insert(0, "cuda_ipc")
+            for row, rank in zip(rows, ranks, strict=True):
+                row.cuda_ipc_metadata = rank.cuda_ipc
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         self._worker.stop(request.deadline_s or self._worker.config.drain_deadline_s)

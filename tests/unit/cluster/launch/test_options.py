@@ -168,6 +168,9 @@ class TestGpus:
         [
             ("--device cuda", 1),  # one prefill and one decode worker share the GPU
             ("--device cuda --decode 4", 5),
+            ("--device cuda --tensor-parallel 2", 2),  # both workers share both GPUs
+            ("--device cuda --tensor-parallel 2 --decode 3", 8),
+            ("--device cuda --tensor-parallel 2 --ranks-share-gpu", 1),
             ("--device cuda --decode 4 --workers-per-gpu 3", 2),
             ("--device cuda --decode 4 --listen 10.0.0.1", 2),
             ("--device cuda --listen 10.0.0.1", 0),
@@ -196,6 +199,17 @@ class TestGpus:
             "--device cuda --decode 4", 2
         )
 
+    def test_ranks_need_a_gpu_each(self) -> None:
+        two = "--device cuda --tensor-parallel 2"
+        assert refusal(two, 1) == (
+            "--tensor-parallel 2 needs 2 GPUs for each worker, and this machine has 1 GPU; lower "
+            "--tensor-parallel, or use --device cpu"
+        )
+        assert refusal(f"{two} --decode 3", 5) == (
+            "4 workers with 2 GPUs each do not fit on 5 GPUs with 1 on each; lower --prefill or "
+            "--decode, or raise --workers-per-gpu to 2; the workers on a GPU share its memory"
+        )
+
     @pytest.mark.parametrize("listen", ["", " --listen 10.0.0.1"])
     def test_a_driver_that_is_too_old(self, listen: str) -> None:
         assert refusal(f"--device cuda{listen}", 1, Driver(535, "129.03")) == (
@@ -215,10 +229,6 @@ class TestGpus:
         options = parse(LaunchOptions, "tandem up", ["--device", "auto"])
         check_gpus(options, 1, Driver(535, ""), Cards())  # its workers use CPUs
 
-    def test_ranks_on_a_gpu(self) -> None:
-        with pytest.raises(ConfigError, match=r"each rank has a KV pool .* or use tandem\.LLM"):
-            parse(LaunchOptions, "tandem up", ["--device", "cuda", "--tensor-parallel", "2"])
-
 
 @pytest.mark.parametrize(
     ("words", "num_gpus", "share"),
@@ -226,6 +236,8 @@ class TestGpus:
         ("--device cuda", 0, 0.9),
         ("--device cuda", 1, 0.45),
         ("--device cuda", 2, 0.9),
+        ("--device cuda --tensor-parallel 2", 2, 0.45),
+        ("--device cuda --tensor-parallel 2", 4, 0.9),
         ("--device cuda --decode 3 --workers-per-gpu 4", 1, 0.225),
         ("--device cuda --decode 2 --workers-per-gpu 4", 1, 0.3),
         ("--device cuda --decode 6 --workers-per-gpu 7 --gpu-memory-utilization 0.8", 1, 0.1142),

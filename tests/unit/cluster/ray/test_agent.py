@@ -194,7 +194,7 @@ def test_a_worker_sees_only_its_gpu(
     command = PoolCommand([sys.executable, "-S", "-c", script, str(said), VISIBLE], device="cuda")
     monkeypatch.setenv(VISIBLE, "4,GPU-5b1f,6")
     spec = msgspec.structs.replace(spec, pools={"decode": command})
-    agent = Agent(spec, msgspec.structs.replace(MEMBER, gpu=1))
+    agent = Agent(spec, msgspec.structs.replace(MEMBER, gpus=[1]))
     give_up_at = time.monotonic() + 30
     while not said.exists():
         assert time.monotonic() < give_up_at

@@ -6,8 +6,7 @@ import logging
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,27 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.kernel_choice import choose_kernels, why_not_triton
 from tandem.errors import ConfigError
+from tandem.models.config.model import ModelConfig
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 CUDA = torch.device("cuda")
-MODEL = cast(Any, SimpleNamespace(latent=None))  # Triton takes every model
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def model_of(architecture: str, **more: Any) -> ModelConfig:
+    return ModelConfig.from_hf(SIZES | {"architectures": [architecture]} | more)
+
+
+MODEL = model_of("LlamaForCausalLM")
+LATENT = model_of("DeepseekV2ForCausalLM", num_experts_per_tok=2)
 
 
 def program(folder: Path, name: str) -> None:
@@ -61,21 +76,46 @@ def test_without_a_c_compiler_torch_computes_and_it_is_said(
 
 def test_latent_attention_needs_fast_numerics(path: Path) -> None:
     program(path, "gcc")
-    latent = cast(Any, SimpleNamespace(latent=object()))
-    assert choose_kernels(EngineConfig(model="m"), CUDA, latent) == "triton"
+    assert choose_kernels(EngineConfig(model="m"), CUDA, LATENT) == "triton"
     invariant = EngineConfig(model="m", numerics="invariant")
-    assert choose_kernels(invariant, CUDA, latent) == "torch"
+    assert choose_kernels(invariant, CUDA, LATENT) == "torch"
     with pytest.raises(ConfigError, match="cannot be used here: only the torch and native"):
-        choose_kernels(replace(invariant, kernels="triton"), CUDA, latent)
+        choose_kernels(replace(invariant, kernels="triton"), CUDA, LATENT)
+
+
+def test_models_that_only_torch_computes(path: Path) -> None:
+    program(path, "gcc")
+    model = model_of("Gemma4ForCausalLM", num_kv_shared_layers=1, sliding_window_pattern=2)
+    for device in (CUDA, torch.device("cpu")):
+        assert choose_kernels(EngineConfig(model="m"), device, model) == "torch"
+    with pytest.raises(ConfigError, match="only the torch kernels compute layers with heads of"):
+        choose_kernels(EngineConfig(model="m", kernels="native"), torch.device("cpu"), model)
 
 
 def test_int8_kv_of_latent_attention_is_computed_by_torch(path: Path) -> None:
     program(path, "gcc")
-    latent = cast(Any, SimpleNamespace(latent=object()))
-    assert choose_kernels(EngineConfig(model="m", kv_dtype="int8"), CUDA, latent) == "torch"
+    assert choose_kernels(EngineConfig(model="m", kv_dtype="int8"), CUDA, LATENT) == "torch"
     asked = EngineConfig(model="m", kernels="triton", kv_dtype="int8")
     with pytest.raises(ConfigError, match="torch kernels read int8 KV of latent attention"):
-        choose_kernels(asked, CUDA, latent)
+        choose_kernels(asked, CUDA, LATENT)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("Cohere2ForCausalLM", "LayerNorms and parallel blocks"),
+        ("Llama4ForCausalLM", "normalize queries and keys after RoPE"),
+        ("HunYuanDenseV1ForCausalLM", "normalize queries and keys after RoPE"),
+    ],
+)
+def test_models_that_only_the_native_and_torch_kernels_compute(
+    path: Path, architecture: str, reason: str
+) -> None:
+    program(path, "gcc")
+    model = model_of(architecture)
+    assert choose_kernels(EngineConfig(model="m"), CUDA, model) == "torch"
+    with pytest.raises(ConfigError, match=reason):
+        choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, model)
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])

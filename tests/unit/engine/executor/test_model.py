@@ -50,9 +50,10 @@ def test_logits_equal_those_of_transformers_however_a_prompt_is_cut(
         block_size=8,
     )
     runner = ModelRunner(tiny.folder, config)
-    for index, num_done, logits in mixed_steps(runner, PROMPTS, chunks=(1, 7, 64), seed=1):
+    for index, num_done, logits in mixed_steps(runner, PROMPTS, chunks=(1, 7, 64, 100), seed=1):
         expected = tiny.expected[index][num_done - 1]
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert logits.argmax() == expected.argmax()
 
 
 def test_longrope_beyond_the_original_context(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tandem.common.config.engine import EngineConfig
+from tandem.engine.cache.layout.pool_bytes import pool_bytes
 from tandem.engine.executor import rank_program
 from tandem.engine.executor import runner as runner_module
 from tandem.engine.executor.rank_memory import RankMemory
@@ -21,22 +23,25 @@ from tandem.engine.executor.rank_program import Member
 from tandem.engine.executor.ranks import messages
 from tandem.engine.executor.runner import ModelRunner, choose_device
 from tandem.engine.scheduler.batch import StepBatch
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, InternalError
 from tandem.models.folder import ModelFolder
 from tandem_kernels.native.library import RankEnded
 from tests.step_batches import mixed_steps, place
 from tests.unit.engine.executor.test_ranks import CHUNKS, PROMPTS, runner_of, tiny
 
-INVARIANT = {"kernels": "torch", "numerics": "invariant"}
+INVARIANT = {"kernels": "torch", "numerics": "invariant", "ranks_own_pools": True}
 
 
 class ThreadAsMember:
     """In place of `Members`."""
 
-    def __init__(self, folder: ModelFolder, config: EngineConfig, pool_fd: int, _: object) -> None:
+    def __init__(self, folder: ModelFolder, config: EngineConfig, pool_fd: int, *_: object) -> None:
         self.memory = RankMemory.create(config.tensor_parallel)
         self._pipe, self._others = Pipe()
-        self._pipe.send(messages.Settings(folder, config, 1, self.memory.fd, pool_fd))
+        _, unused = Pipe()
+        fd = os.dup(unused.fileno())
+        settings = messages.Settings(folder, config, 1, self.memory.fd, pool_fd, fd, None)
+        self._pipe.send(settings)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -64,7 +69,6 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModelRunner
     """Creates the runner of rank 0, whose pool is apart from rank 1's."""
     for module in (runner_module, rank_program):  # the thread would stay pinned in other tests
         monkeypatch.setattr(module, "pin_to_share", lambda *_: None)
-    monkeypatch.setattr(runner_module, "have_own_pools", lambda _: True)
     monkeypatch.setattr(runner_module, "Members", ThreadAsMember)
     monkeypatch.setattr(Member, "_load_adapters", lambda _: None)
     made: list[ModelRunner] = []
@@ -85,11 +89,33 @@ def test_each_rank_has_a_pool_with_its_own_heads(
     folder = tiny("llama", tmp_path, num_kv_heads)
     alone = runner_of(folder, 1, **INVARIANT)
     two = apart(folder, **INVARIANT)
-    block_bytes = alone.layout().block_bytes
-    assert two.layout().block_bytes == (block_bytes if num_kv_heads == 1 else block_bytes // 2)
+    assert two.layout() == alone.layout()
     steps = [mixed_steps(runner, PROMPTS, CHUNKS, seed=7) for runner in (alone, two)]
     for (_, _, one), (_, _, other) in zip(*steps, strict=True):
         assert torch.equal(one, other)
+    member = two._members.runner  # type: ignore[union-attr]
+    share = 1 if num_kv_heads == 1 else 2
+    assert two.kv.nbytes == member.kv.nbytes == alone.kv.nbytes // share
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_whole_blocks_are_read_from_and_written_to_all_ranks(
+    num_kv_heads: int, apart: Callable[..., ModelRunner], tmp_path: Path
+) -> None:
+    """The bytes are those of one rank's pool, so a peer needs not know how many ranks there are."""
+    folder = tiny("llama", tmp_path, num_kv_heads)
+    alone, two = runner_of(folder, 1, **INVARIANT), apart(folder, **INVARIANT)
+    for runner in (alone, two):
+        list(mixed_steps(runner, PROMPTS, CHUNKS, seed=7))
+    whole = pool_bytes(alone.kv, alone.whole_layout)
+    used = [block for block in range(alone.whole_layout.num_blocks) if any(whole.read([block]))]
+    assert len(used) > 3
+    assert bytes(two.blocks.read(used)) == bytes(whole.read(used))
+    two.blocks.write([used[1], used[0]], whole.read(used[:2]))  # exchanges the two blocks
+    found = two.blocks.read(used[:2])
+    assert bytes(found) == bytes(whole.read([used[1], used[0]]))
+    with pytest.raises(InternalError, match="2 KV blocks have"):
+        two.blocks.write(used[:2], bytes(found)[1:])
 
 
 def test_blocks_are_copied_on_all_ranks(apart: Callable[..., ModelRunner], tmp_path: Path) -> None:

@@ -109,6 +109,18 @@ def test_invariant_logits_of_torch_do_not_depend_on_the_number_of_ranks(
     [
         ("olmo2", 4, 2, {"kernels": "torch"}),
         ("llama-linear-biases", 2, 1, {"kernels": "triton"}),
+        ("gpt-oss", 2, 4, {"kernels": "torch", "expert_parallel": True}),
+        *(
+            pytest.param(
+                family,
+                num_ranks,
+                4,
+                {"kernels": kernels, "expert_parallel": True},
+                marks=pytest.mark.slow,
+            )
+            for family in ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v2-groups", "deepseek-v3")
+            for kernels, num_ranks in (("torch", 4), ("triton", 2))
+        ),
         *(
             pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
             for family in FAMILIES
@@ -126,7 +138,7 @@ def test_other_kernels_compute_nearly_the_same_on_several_ranks(
     """The ranks' sums are added in another order than one process adds all."""
     folder = tiny(family, tmp_path, num_kv_heads, **GEMMA3 if family == "gemma3" else {})
     settings = {"dtype": "float32", "max_num_seqs": 4} | settings
-    alone = logits_of(folder, 1, **settings)
+    alone = logits_of(folder, 1, **settings | {"expert_parallel": False})
     several = logits_of(folder, num_ranks, **settings)
     # A number that is rounded to int8 on the other side of a tie changes a logit visibly.
     tolerance = 2e-2 if settings.get("kv_dtype") == "int8" else 1e-4

@@ -51,6 +51,11 @@ PIXTRAL = {"model_type": "pixtral", **VISION}
 QWEN = {"depth": 1, "hidden_size": 16, "out_hidden_size": 96, "num_heads": 2}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SECTIONS = ROPE | {"mrope_section": [2, 3, 3]}
+GLM_SECTIONS = ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+GLM_VISION = QWEN | {"intermediate_size": 16, "image_size": 8, "patch_size": 4}
+SCALED = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.4}
+TEXT_MODELS = ("model.language_model", "model.text_model", "language_model.model")
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA3 = {
     "model_type": "gemma3_text",
@@ -93,6 +98,71 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         QWEN | {"intermediate_size": 16, "deepstack_visual_indexes": [0]},
         {},
     ),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        {
+            "model_type": "qwen3_vl_moe_text",
+            "rope_parameters": SECTIONS | {"mrope_interleaved": True},
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 44,
+        },
+        QWEN | {"intermediate_size": 16, "deepstack_visual_indexes": [0]},
+        {},
+    ),
+    "ministral3": (
+        "mistral3",
+        {"model_type": "ministral3", "head_dim": 32, "rope_parameters": SCALED},
+        PIXTRAL,
+        {"tie_word_embeddings": False},
+    ),
+    "llama4": (
+        "llama4",
+        {
+            "model_type": "llama4_text",
+            "intermediate_size_mlp": 60,
+            "num_local_experts": 4,
+            "attention_chunk_size": 40,
+            "no_rope_layers": [1, 0, 1],
+            "floor_scale": 32,
+        },
+        VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        {},
+    ),
+    "gemma4": (
+        "gemma4",
+        {
+            "model_type": "gemma4_text",
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 203,
+            "num_kv_shared_layers": 1,
+            "use_bidirectional_attention": "vision",
+        },
+        {"model_type": "gemma4_vision", **VISION, "head_dim": 8, "num_key_value_heads": 2},
+        {"audio_config": None},
+    ),
+    "glm4v": (
+        "glm4v",
+        {"model_type": "glm4v_text", "rope_parameters": GLM_SECTIONS},
+        GLM_VISION,
+        {},
+    ),
+    "glm4v-moe": (
+        "glm4v_moe",
+        {
+            "model_type": "glm4v_moe_text",
+            "rope_parameters": GLM_SECTIONS,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 44,
+        },
+        GLM_VISION,
+        {},
+    ),
     "idefics3": ("idefics3", {"model_type": "llama"}, VISION, {"scale_factor": 1}),
     "internvl": (
         "internvl",
@@ -118,6 +188,8 @@ def make(name: str, path: Path, **saving: Any) -> PreTrainedModel:
 
 
 def expected(model: PreTrainedModel) -> torch.Tensor:
+    if model.config.model_type == "llama4":  # transformers' whole model needs an image
+        model = model.language_model
     with torch.no_grad():
         return model(input_ids=torch.tensor([PROMPT])).logits[0, -1]
 
@@ -134,11 +206,19 @@ def test_logits_equal_those_of_the_whole_model(name: str, tmp_path: Path) -> Non
     model = make(name, tmp_path)
     folder = read_folder(tmp_path)
     assert folder.config.is_text_part
-    assert folder.config.tie_word_embeddings == ("tied" in name or name in ("gemma3", "internvl"))
+    assert folder.config.tie_word_embeddings == (
+        "tied" in name or name in ("gemma3", "gemma4", "internvl")
+    )
     inner = model.get_output_embeddings().weight.numel() * (not folder.config.tie_word_embeddings)
     parts = dict(model.named_modules())
-    part = next(parts[n] for n in ("model.language_model", "model.text_model") if n in parts)
-    assert folder.num_weights == sum(each.numel() for each in part.parameters()) + inner
+    part = next(parts[n] for n in TEXT_MODELS if n in parts)
+    corrections = [
+        each
+        for name, each in part.named_buffers()
+        if name.endswith(("correction_bias", "layer_scalar"))
+    ]
+    stored = [*part.parameters(), *corrections]
+    assert folder.num_weights == sum(each.numel() for each in stored) + inner
     assert_equal(folder, expected(model))
 
 
@@ -216,7 +296,7 @@ def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers() -> None
 @pytest.mark.parametrize(
     ("kind", "text", "says"),
     [
-        ("Mistral3", {"model_type": "ministral3"}, "of the family 'ministral3'"),
+        ("Mistral3", {"model_type": "cohere"}, "of the family 'cohere'"),
         ("AyaVision", {"model_type": "cohere2"}, "AyaVisionForConditionalGeneration is not"),
         (
             "Mllama",

@@ -12,12 +12,10 @@ import torch
 from transformers import BloomForCausalLM, PreTrainedModel
 
 from tandem.engine.executor.transformers import steps
-from tandem.engine.executor.transformers.decoder import spans_in_chunks
 from tandem.engine.executor.transformers.load import check_class
 from tandem.errors import UnsupportedModel
 from tandem.models.folder import ModelFolder
 from tandem.models.source import read_folder
-from tandem_kernels.attention_groups import QuerySpan
 from tests.model_engines import make_runner
 from tests.step_batches import mixed_steps
 from tests.tiny_models import make_tiny_model
@@ -38,7 +36,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("name", _CASES)
 def test_logits_equal_the_librarys_however_prompts_are_cut(name: str, tmp_path: Path) -> None:
     model = make_model(name, tmp_path)
-    _check_logits(read_folder(tmp_path), model)
+    _check_logits(read_folder(tmp_path, model_impl="transformers"), model)
 
 
 def test_a_family_runs_through_transformers_if_it_is_chosen(tmp_path: Path) -> None:
@@ -66,7 +64,7 @@ def _check_logits(folder: ModelFolder, model: PreTrainedModel) -> None:
 
 def test_hidden_states_are_the_input_of_the_output_matrix(tmp_path: Path) -> None:
     model = make_model("gpt2", tmp_path)
-    runner = make_runner(read_folder(tmp_path), dtype="float32")
+    runner = make_runner(read_folder(tmp_path, model_impl="transformers"), dtype="float32")
     prompt = list(range(3, 23))
     list(mixed_steps(runner, [prompt], chunks=(20,), seed=0))
     with torch.no_grad():
@@ -77,7 +75,7 @@ def test_hidden_states_are_the_input_of_the_output_matrix(tmp_path: Path) -> Non
 
 def test_another_window_than_the_models_is_refused(tmp_path: Path) -> None:
     make_model("cohere2", tmp_path)
-    folder = read_folder(tmp_path)
+    folder = read_folder(tmp_path, model_impl="transformers")
     layers = tuple(replace(layer, window=None) for layer in folder.config.layers)
     wrong = replace(folder, config=replace(folder.config, layers=layers))
     with pytest.raises(UnsupportedModel, match=r"Cohere2ForCausalLM .* layer 0 has the window"):
@@ -86,7 +84,7 @@ def test_another_window_than_the_models_is_refused(tmp_path: Path) -> None:
 
 def test_other_kv_heads_than_the_models_are_refused(tmp_path: Path) -> None:
     make_model("gpt2", tmp_path)
-    folder = read_folder(tmp_path)
+    folder = read_folder(tmp_path, model_impl="transformers")
     wrong = replace(folder, config=replace(folder.config, num_kv_heads=2))
     with pytest.raises(UnsupportedModel, match=r"layer 0 has keys of the shape \(4, 2, 16\)"):
         make_runner(wrong, dtype="float32")
@@ -105,7 +103,7 @@ def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(
 
     monkeypatch.setattr(steps, "load_model", load_mixing)
     with pytest.raises(UnsupportedModel, match=r"GPT2LMHeadModel .* logits of 40 tokens differ"):
-        make_runner(read_folder(tmp_path), dtype="float32")
+        make_runner(read_folder(tmp_path, model_impl="transformers"), dtype="float32")
 
 
 def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
@@ -113,17 +111,9 @@ def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
     state = {k: v for k, v in model.state_dict().items() if k != "transformer.h.1.ln_2.bias"}
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(UnsupportedModel, match=r"lacks transformer\.h\.1\.ln_2\.bias"):
-        make_runner(read_folder(tmp_path), dtype="float32")
+        make_runner(read_folder(tmp_path, model_impl="transformers"), dtype="float32")
 
 
 def test_a_class_without_the_attention_interface_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"BloomForCausalLM .*_supports_attention_backend"):
         check_class(BloomForCausalLM)
-
-
-def test_a_span_is_divided_at_chunks() -> None:
-    table = [7, 8, 9, 10, 11]
-    span = QuerySpan(first_row=5, num_queries=40, context_len=70, block_table=table)
-    parts = spans_in_chunks([span], 32, 16)
-    found = [(p.first_row, p.num_queries, p.context_len, p.block_table) for p in parts]
-    assert found == [(5, 2, 32, table), (7, 32, 32, table[2:]), (39, 6, 6, table[4:])]

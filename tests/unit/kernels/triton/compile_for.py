@@ -250,7 +250,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         {"logits": "*fp32", "correction": "*fp32", "chosen": "*i32", "shares": "*fp32"}
         | {"scale": "fp32"},
         {"NUM_EXPERTS": 256, "BINS": 256, "TOP_K": 8, "CHOICES": 8, "NUM_GROUPS": 8}
-        | {"TOP_GROUPS": 4, "IS_NORMALIZED": True, "HAS_CORRECTION": True},
+        | {"TOP_GROUPS": 4, "IS_NORMALIZED": True, "HAS_SIGMOIDS": True, "HAS_CORRECTION": True},
     ),
     (
         grouped_linear._mix,

@@ -30,6 +30,7 @@ def test_softmax(
 GENERATOR = torch.Generator().manual_seed(0)
 
 
+@pytest.mark.parametrize("has_sigmoids", [True, False])
 @pytest.mark.parametrize("is_corrected", [True, False])
 @pytest.mark.parametrize("is_normalized", [True, False])
 @pytest.mark.parametrize(
@@ -42,13 +43,24 @@ def test_groups_and_correction(
     groups: tuple[int, int] | None,
     is_normalized: bool,
     is_corrected: bool,
+    has_sigmoids: bool,
     device: torch.device,
 ) -> None:
     logits = randn(9, num_experts + 3, seed=1).to(device)[:, :num_experts]
     correction = randn(num_experts, seed=2).to(device) if is_corrected else None
-    settings = {"is_normalized": is_normalized, "groups": groups, "scale": 2.5}
-    chosen, shares = choose_experts(logits, top_k, correction=correction, **settings)
-    wanted, of_wanted = experts.choose_in_groups(logits, top_k, correction=correction, **settings)
+    chosen, shares, wanted, of_wanted = (
+        part
+        for choose in (choose_experts, experts.choose_in_groups)
+        for part in choose(
+            logits,
+            top_k,
+            is_normalized=is_normalized,
+            groups=groups,
+            scale=2.5,
+            has_sigmoids=has_sigmoids,
+            correction=correction,
+        )
+    )
     assert torch.equal(chosen.long(), wanted)
     torch.testing.assert_close(shares, of_wanted, rtol=1e-5, atol=1e-6)
 

@@ -110,6 +110,27 @@ def test_every_slot_is_in_a_tile_of_its_expert(
         assert {flat[slot] for slot in used} <= {expert}
 
 
+def test_slots_of_other_ranks_experts_are_in_no_tile_and_add_nothing(device: torch.device) -> None:
+    num_experts, num_out, num_in = 7, 20, 32
+    own = slice(2, 5)
+    chosen = randn(90, num_experts, seed=1).topk(3).indices.to(device)
+    shares = randn(90, 3, seed=2).to(device)
+    weight = randn(num_experts, num_out, num_in, seed=3).to(device)
+    x = randn(90, num_in, seed=4).to(device)
+    tiles = tile_by_expert(chosen, 3, first=own.start, num_all=num_experts)
+    is_own = (chosen >= own.start) & (chosen < own.stop)
+    found = tiles.slots[tiles.slots >= 0].sort().values
+    assert found.tolist() == is_own.flatten().nonzero().flatten().tolist()
+    parts = grouped_linear(x, PackedWeight("plain", weight[own].flatten(0, 1)), None, tiles)
+    parts[~is_own.flatten()] = torch.nan  # nothing was written there
+    shares = torch.where(is_own, shares, 0.0)
+    of_all = torch.einsum("ti,eoi->teo", x, weight)
+    expected = (
+        of_all.gather(1, chosen[..., None].expand(-1, -1, num_out)) * shares[..., None]
+    ).sum(1)
+    torch.testing.assert_close(mix(parts, shares, None), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("has_shared", [True, False])
 def test_slots_are_mixed_by_their_shares(has_shared: bool, device: torch.device) -> None:
     parts = randn(3 * 4, 1030, seed=1).to(device)

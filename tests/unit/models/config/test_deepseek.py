@@ -56,6 +56,7 @@ def test_deepseek_v3() -> None:
         6,
         2048,
         True,
+        has_sigmoids=True,
         is_corrected=True,
         groups=ExpertGroups(8, 4),
         scale=2.5,

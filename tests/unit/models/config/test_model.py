@@ -130,17 +130,17 @@ def test_what_cannot_be_run_is_named(changes, message):
 
 
 def test_a_model_of_images_is_refused_by_name_before_a_weight_is_read(tmp_path):
-    """The config is as of Llama 4: the sizes of its decoder are one level below."""
+    """The config is as of Aya Vision: the sizes of its decoder are one level below."""
     config = {
-        "architectures": ["Llama4ForConditionalGeneration"],
-        "model_type": "llama4",
-        "text_config": SIZES | {"model_type": "llama4_text"},
+        "architectures": ["AyaVisionForConditionalGeneration"],
+        "model_type": "aya_vision",
+        "text_config": SIZES | {"model_type": "cohere2"},
         "vision_config": {"model_type": "siglip_vision_model", "image_size": 896},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    named = "Llama4ForConditionalGeneration is not supported, not even its text part"
+    named = "AyaVisionForConditionalGeneration is not supported, not even its text part"
     with pytest.raises(UnsupportedModel, match=named):
         read_folder(tmp_path)
 

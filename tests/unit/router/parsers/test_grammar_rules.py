@@ -94,3 +94,14 @@ def test_a_model_without_reasoning_begins_with_the_form(folder: Path) -> None:
     setup = Setup(folder, reasoning="none")
     wanted = StructuredOutput("response_format", "json_object")
     assert setup.answers.after_reasoning(wanted, [1]) == wanted
+
+
+@pytest.mark.parametrize("begun", ["<|START_RESPONSE|>", "<|START_TEXT|>", ""])
+def test_the_form_stands_within_the_tags_around_content(begun: str, folder: Path) -> None:
+    setup = Setup(folder, reasoning="cohere")
+    thought = f"<|START_THINKING|>Hm.<|END_THINKING|>{begun}"
+    reasoning, content = setup.answer("choice", "user", thought)
+    assert reasoning == "Hm."
+    assert content in ("left", "</right>")
+    closed = "<|START_THINKING|><|END_THINKING|>"
+    assert setup.answer("choice", closed, begun)[1] in ("left", "</right>")

@@ -93,6 +93,10 @@ def hermes(*calls: tuple[str, Any]) -> str:
     return "\n".join(f"<tool_call>\n{as_json(c)}\n</tool_call>" for c in calls)
 
 
+def falcon_h1(*calls: tuple[str, Any]) -> str:
+    return f"<tool_call>\n{bare_list(*calls)}\n</tool_call>"
+
+
 def qwen3_coder(*calls: tuple[str, Any]) -> str:
     def parameter(key: str, value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value)
@@ -112,6 +116,49 @@ def llama3(*calls: tuple[str, Any]) -> str:
 
 def python_tag(*calls: tuple[str, Any]) -> str:
     return "<|python_tag|>" + llama3(*calls)
+
+
+def python_calls(*calls: tuple[str, Any]) -> list[str]:
+    def argument(key: str, value: Any) -> str:
+        return f"{key}={value!r}"
+
+    return [f"{name}({', '.join(argument(k, v) for k, v in a.items())})" for name, a in calls]
+
+
+def llama4(*calls: tuple[str, Any]) -> str:
+    return f"[{', '.join(python_calls(*calls))}]"
+
+
+def python_start(*calls: tuple[str, Any]) -> str:
+    return f"<|python_start|>{llama4(*calls)}<|python_end|>"
+
+
+def python_start_json(*calls: tuple[str, Any]) -> str:
+    return f"<|python_start|>{llama3(*calls)}<|python_end|>"
+
+
+def lfm2(*calls: tuple[str, Any]) -> str:
+    return f"<|tool_call_start|>{llama4(*calls)}<|tool_call_end|>"
+
+
+def lfm2_json(*calls: tuple[str, Any]) -> str:
+    return f"<|tool_call_start|>{bare_list(*calls)}<|tool_call_end|>"
+
+
+def olmo3(*calls: tuple[str, Any]) -> str:
+    lines = "\n".join(python_calls(*calls))
+    return f"<function_calls>\n{lines}\n</function_calls>"
+
+
+def gemma4(*calls: tuple[str, Any]) -> str:
+    def pair(key: str, value: Any) -> str:
+        return f"{key}:" + (f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value))
+
+    return "".join(
+        f"<|tool_call>call:{name}{{{','.join(pair(k, v) for k, v in arguments.items())}}}"
+        "<tool_call|>"
+        for name, arguments in calls
+    )
 
 
 def mistral_list(*calls: tuple[str, Any]) -> str:
@@ -149,6 +196,28 @@ def deepseek_v31(*calls: tuple[str, Any]) -> str:
     )
 
 
+def deepseek_v32(*calls: tuple[str, Any]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        is_text = isinstance(value, str)
+        text = value if is_text else json.dumps(value)
+        head = f'<｜DSML｜parameter name="{key}" string="{str(is_text).lower()}">'
+        return f"{head}{text}</｜DSML｜parameter>\n"
+
+    return (
+        "<｜DSML｜function_calls>\n"
+        + "".join(
+            f'<｜DSML｜invoke name="{name}">\n'
+            f"{''.join(parameter(k, v) for k, v in arguments.items())}</｜DSML｜invoke>\n"
+            for name, arguments in calls
+        )
+        + "</｜DSML｜function_calls>"
+    )
+
+
+def deepseek_v4(*calls: tuple[str, Any]) -> str:
+    return deepseek_v32(*calls).replace("function_calls>", "tool_calls>")
+
+
 def glm45(*calls: tuple[str, Any]) -> str:
     def pair(key: str, value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value)
@@ -158,6 +227,78 @@ def glm45(*calls: tuple[str, Any]) -> str:
         f"<tool_call>{name}\n{''.join(pair(k, v) for k, v in arguments.items())}</tool_call>"
         for name, arguments in calls
     )
+
+
+def glm47(*calls: tuple[str, Any]) -> str:
+    return glm45(*calls).replace("\n<", "<").replace("\n<", "<")
+
+
+def seed_oss(*calls: tuple[str, Any]) -> str:
+    text = qwen3_coder(*calls).replace(">\n", ">").replace("\n</", "</")
+    return text.replace("tool_call>", "seed:tool_call>")
+
+
+def minimax_m2(*calls: tuple[str, Any]) -> str:
+    def parameter(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f'<parameter name="{key}">{text}</parameter>\n'
+
+    return (
+        "<minimax:tool_call>\n"
+        + "".join(
+            f'<invoke name="{name}">\n{"".join(parameter(k, v) for k, v in arguments.items())}'
+            "</invoke>\n"
+            for name, arguments in calls
+        )
+        + "</minimax:tool_call>"
+    )
+
+
+def minimax_m3(*calls: tuple[str, Any]) -> str:
+    mark = "]<]minimax[>["
+
+    def tagged(name: str, value: Any) -> str:
+        if isinstance(value, dict):
+            text = "".join(tagged(k, v) for k, v in value.items())
+        elif isinstance(value, list):
+            text = "".join(tagged("item", item) for item in value)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+        return f"{mark}<{name}>{text}{mark}</{name}>"
+
+    invokes = (
+        f'{mark}<invoke name="{name}">{"".join(tagged(k, v) for k, v in arguments.items())}'
+        f"{mark}</invoke>\n"
+        for name, arguments in calls
+    )
+    return f"{mark}<tool_call>\n{''.join(invokes)}{mark}</tool_call>"
+
+
+def hunyuan(*calls: tuple[str, Any]) -> str:
+    return f"<tool_calls>{bare_list(*calls)}</tool_calls>"
+
+
+def hy3(*calls: tuple[str, Any]) -> str:
+    written = glm45(*calls)
+    for name, _ in calls:
+        written = written.replace(f"<tool_call>{name}\n", f"<tool_call>{name}<tool_sep>\n")
+    return f"<tool_calls>\n{written}\n</tool_calls>"
+
+
+def hy3_with_suffix(*calls: tuple[str, Any]) -> str:
+    return re.sub(r"(tool_calls?|tool_sep|arg_key|arg_value)>", r"\1:opensource>", hy3(*calls))
+
+
+def nemotron(*calls: tuple[str, Any]) -> str:
+    return f"<TOOLCALL>{bare_list(*calls)}</TOOLCALL>"
+
+
+def cohere(*calls: tuple[str, Any]) -> str:
+    written = [
+        {"tool_call_id": str(index), "tool_name": name, "parameters": arguments}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return f"<|START_ACTION|>{json.dumps(written, indent=4)}<|END_ACTION|>"
 
 
 def kimi_k2(*calls: tuple[str, Any]) -> str:
@@ -199,15 +340,34 @@ def bare_list(*calls: tuple[str, Any]) -> str:
 # writer: parser, whether content may stand before the calls
 WRITERS = {
     hermes: ("hermes", True),
+    falcon_h1: ("hermes", True),
     qwen3_coder: ("qwen3_coder", True),
     llama3: ("llama3", False),
     python_tag: ("llama3", True),
+    llama4: ("llama4", False),
+    python_start: ("llama4", True),
+    python_start_json: ("llama4", True),
+    lfm2: ("lfm2", True),
+    lfm2_json: ("lfm2", True),
+    olmo3: ("olmo3", True),
+    gemma4: ("gemma4", True),
     mistral_list: ("mistral", True),
     mistral_names: ("mistral", True),
     mistral_ids: ("mistral", True),
     deepseek_v3: ("deepseek_v3", True),
     deepseek_v31: ("deepseek_v31", True),
+    deepseek_v32: ("deepseek_v32", True),
+    deepseek_v4: ("deepseek_v4", True),
     glm45: ("glm45", True),
+    glm47: ("glm45", True),
+    seed_oss: ("seed_oss", True),
+    minimax_m2: ("minimax_m2", True),
+    minimax_m3: ("minimax_m3", True),
+    hunyuan: ("hunyuan", True),
+    hy3: ("hunyuan", True),
+    hy3_with_suffix: ("hunyuan", True),
+    nemotron: ("nemotron", True),
+    cohere: ("cohere", True),
     kimi_k2: ("kimi_k2", True),
     phi4_mini: ("phi4_mini", True),
     functools: ("phi4_mini", True),
@@ -216,7 +376,7 @@ WRITERS = {
     bare_list: ("json", False),
 }
 NAMES = {writer.__name__: writer for writer in WRITERS}
-TAGS_INSIDE = {qwen3_coder, glm45}
+TAGS_INSIDE = {qwen3_coder, glm45, glm47, hy3, hy3_with_suffix, seed_oss, minimax_m2}
 
 
 def test_every_format_has_a_golden_text() -> None:
@@ -288,7 +448,7 @@ def test_all_text_arrives_somewhere(parser: str, data: st.DataObject) -> None:
     opened = reasoning != "none" and data.draw(st.booleans())
     good = [w(*calls) for w, (p, _) in WRITERS.items() if p == parser for calls in ([NOW], [PARIS])]
     begun = [text[: len(text) // 2] for text in good]
-    tags = [tag for tags in REASONING_TAGS.values() if tags for tag in tags]
+    tags = [tag for tags in REASONING_TAGS.values() if tags for tag in tags.marks]
     marks = st.sampled_from([*terminals(parser), *tags, *good, *begun, "\n", "{", "["])
     pieces = data.draw(st.lists(st.one_of(marks, st.none()), max_size=12))
     words = [f"w{i} v{i}" if piece is None else "" for i, piece in enumerate(pieces)]
@@ -303,11 +463,45 @@ def test_all_text_arrives_somewhere(parser: str, data: st.DataObject) -> None:
         assert word not in text or any(word in part for part in arrived), (word, text, said)
 
 
-@pytest.mark.parametrize("parser", TOOL_FORMATS)
-def test_no_terminal_begins_another_of_its_state(parser: str) -> None:
-    for state in TOOL_FORMATS[parser].states.values():
-        for one in state.terminals:
-            assert not [t for t in state.terminals if t != one and t.startswith(one)]
+NESTED = {
+    "type": "object",
+    "properties": {
+        "ship": {"$ref": "#/$defs/Address"},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/Item"}},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "none": {"type": "array"},
+        "map": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "$defs": {
+        "Address": {"type": "object", "properties": {"zip": {"type": "string"}}},
+        "Item": {"anyOf": [{"type": "object", "properties": {"qty": {"type": "integer"}}}]},
+    },
+}
+ORDER = {
+    "ship": {"zip": "018956", "city": {"name": "Rome"}},
+    "items": [{"qty": 2}, {"qty": 3}],
+    "tags": ["5", "a < b"],
+    "none": [],
+    "map": {"item": "1"},
+    "other": [1, [True]],
+}
+
+
+def test_tags_inside_a_value_are_objects_and_arrays() -> None:
+    def machine() -> AnswerParser:
+        return make_answer_parser(TOOL_FORMATS["minimax_m3"], None, schemas={"order": NESTED})
+
+    text = minimax_m3(("order", ORDER), ("order", {}))
+    said = whole(machine(), text)
+    assert values(said) == [("order", ORDER), ("order", {})]
+    for place in range(0, len(text), 3):
+        assert cut(machine(), text, [place, place + 1]) == said
+    spaced = text.replace("]<]minimax[>[<zip>", "\n]<]minimax[>[<zip>").replace(
+        "</zip>", "</zip>\n"
+    )
+    assert whole(machine(), spaced) == said
+    begun = text[: text.index("a < b") + 3]
+    assert "a <" in whole(machine(), begun).calls[0][1]
 
 
 MALFORMED = [
@@ -320,11 +514,27 @@ MALFORMED = [
     ("qwen3_coder", "<function=get the weather>"),
     ("llama3", '{"name": "somebody", "parameters": {}}'),
     ("llama3", '<|python_tag|>brave_search.call(query="x")'),
+    ("llama4", "now (in Paris) it rains"),
+    ("llama4", "[1, 2]"),
+    ("llama4", '[other(a="b")]'),
+    ("lfm2", "<|tool_call_start|>[now<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[now(1)]<|tool_call_end|>"),
+    ("olmo3", "<function_calls>\nIt is noon.\n</function_calls>"),
+    ("gemma4", "<|tool_call>call:now<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{a}<tool_call|>"),
     ("mistral", "[TOOL_CALLS] no such thing"),
     ("mistral", "[TOOL_CALLS]now[ARGS]none"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+    ("deepseek_v32", "<｜DSML｜function_calls>\n</｜DSML｜function_calls>"),
     ("glm45", "<tool_call>what a call"),
     ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>"),
+    ("seed_oss", "<seed:tool_call>now()</seed:tool_call>"),
+    ("minimax_m2", "<minimax:tool_call>now</minimax:tool_call>"),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="get the weather">'),
+    ("minimax_m3", "]<]minimax[>[<tool_call>now()]<]minimax[>[</tool_call>"),
+    ("hunyuan", "<tool_calls>now</tool_calls>"),
+    ("hunyuan", "<tool_calls>[1]</tool_calls>"),
+    ("nemotron", "<TOOLCALL>now()</TOOLCALL>"),
     ("phi4_mini", "functools is a module"),
     ("granite", "<|tool_call|>[]"),
     ("json", '{"answer": 42}'),
@@ -382,6 +592,11 @@ def test_the_schema_tells_strings_from_other_values() -> None:
     assert said == [("get_weather", wanted)]
 
 
+def test_a_tag_tells_strings_where_the_schema_does_not() -> None:
+    call = ("get_weather", {"other": "5", "more": 5, "note": "null", "metric": True})
+    assert values(whole(make("deepseek_v4"), deepseek_v4(call))) == [call]
+
+
 def test_objects_that_are_written_as_in_python_become_json() -> None:
     schema = {
         "properties": {"o": {"type": "object"}, "l": {"type": "array"}, "s": {"type": "string"}}
@@ -425,6 +640,18 @@ def test_kimi_keeps_the_ids_of_the_model() -> None:
     [
         ("think", False, "<think>\nHm, 1 < 2.\n</think>\n\nYes."),
         ("think", True, "\nHm, 1 < 2.\n</think>\n\nYes."),
+        ("seed_oss", False, "<seed:think>Hm, 1 < 2.</seed:think>\nYes."),
+        ("gemma4", False, "<|channel>thought\nHm, 1 < 2.<channel|>Yes."),
+        ("hunyuan", False, "<think>\nHm, 1 < 2.\n</think>\n<answer>\nYes.\n</answer>"),
+        ("ernie45", True, "Hm, 1 < 2.\n</think>\n\n<response>\nYes.\n</response>\n"),
+        (
+            "cohere",
+            False,
+            "<|START_THINKING|>Hm, 1 < 2.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+        ),
+        ("cohere", True, "Hm, 1 < 2.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>"),
+        ("minimax_m3", True, "Hm, 1 < 2.</mm:think>Yes."),
+        ("hy3", True, "Hm, 1 < 2.</think:opensource>Yes."),
         ("mistral", False, "[THINK]Hm, 1 < 2.[/THINK]Yes."),
         ("granite", False, "Here is my thought process: Hm, 1 < 2. Here is my response: Yes."),
     ],
@@ -433,6 +660,19 @@ def test_reasoning_stands_apart(tags: str, opened: bool, text: str) -> None:
     said = whole(make("", tags, opened=opened), text)
     assert said == Said("Hm, 1 < 2.", "Yes.", [])
     assert cut(make("", tags, opened=opened), text, list(range(len(text)))) == said
+
+
+def test_tags_around_content_are_dropped_with_calls_and_without_reasoning() -> None:
+    text = "<|START_RESPONSE|> One moment. <|END_RESPONSE|>"
+    assert whole(make("", "cohere"), text) == Said("", "One moment.", [])
+    said = whole(make("cohere", "cohere"), text + cohere(PARIS, NOW))
+    assert (said.content, values(said)) == ("One moment.", [PARIS, NOW])
+    said = whole(make("cohere", "cohere"), cohere(PARIS) + text)
+    assert (said.content, values(said)) == ("One moment.", [PARIS])
+    said = whole(make("hermes", "ernie45", opened=True), "a</think>\n\n" + hermes(PARIS))
+    assert (said.reasoning, said.content, values(said)) == ("a", "", [PARIS])
+    said = whole(make("hermes", "ernie45"), "<response>\nSee <response> in a text.")
+    assert said == Said("", "See <response> in a text.", [])
 
 
 @pytest.mark.parametrize("name", [n for n, w in NAMES.items() if WRITERS[w][1]])

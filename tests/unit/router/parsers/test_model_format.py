@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +14,7 @@ import pytest
 
 from tandem.common.config.answers import AnswerConfig, ReasoningParser, ToolParser
 from tandem.errors import BadRequest
+from tandem.models.chat_template import ChatTemplate
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
@@ -26,23 +29,43 @@ TEMPLATES = {
     "hermes": '{{ tools }}<tool_call>\n{"name": ',
     "qwen3_coder": "{{ tools }}<tool_call>\n<function=x>\n<parameter=y>",
     "glm45": "{{ tools }}<tool_call>x\n<arg_key>",
+    "seed_oss": "{{ tools }}<seed:tool_call>\n<function=x>\n<parameter=y>",
+    "minimax_m2": '{{ tools }}<minimax:tool_call><invoke name="x">',
+    "minimax_m3": "{{ tools }}{% set ns = ']<]minimax[>[' %}{{ ns }}<tool_call>",
+    "hunyuan": "{{ tools }}<tool_calls>",
+    "nemotron": "{{ tools }}<TOOLCALL>[",
     "kimi_k2": "{{ tools }}<|tool_call_begin|>x<|tool_call_argument_begin|>",
     "deepseek_v3": "{{ tools }}<｜tool▁sep｜>x\n```json",
     "deepseek_v31": "{{ tools }}<｜tool▁sep｜>x",
+    "deepseek_v32": "{{ tools }}<{{ '｜DSML｜' }}function_calls>",
+    "deepseek_v4": "{{ tools }}<｜DSML｜tool_calls>",
     "mistral": "{{ tools }}[TOOL_CALLS]",
     "granite": "{{ tools }}<|start_of_role|>",
     "phi4_mini": "{{ tools }}<|tool|>",
     "llama3": "{{ tools }}<|start_header_id|>",
+    "llama4": "{{ tools }}<|header_start|>",
+    "lfm2": "{{ tools }}<|tool_list_start|>",
+    "olmo3": "{{ tools }}<function_calls>",
+    "gemma4": "{{ tools }}<|tool_call>call:x{}<tool_call|>",
+    "cohere": "{{ tools }}[{}]<|START_ACTION|>",
     "harmony": "{{ tools }}<|start|>assistant<|channel|>x<|message|>",
     "json": "{{ tools }}",
 }
 
 
+@lru_cache(maxsize=1)
+def builtin_tokenizer() -> Tokenizer:
+    return Tokenizer(resolve("smollm2").path)
+
+
 def load(tmp_path: Path, template: str) -> Tokenizer:
+    """Writes a folder with the built-in model's tokenizer and another template."""
     for file in resolve("smollm2").path.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "chat_template.jinja").write_text(template)
-    return Tokenizer(tmp_path)
+    tokenizer = copy(builtin_tokenizer())
+    tokenizer.chat_template = ChatTemplate.from_folder(tmp_path, {})
+    return tokenizer
 
 
 def test_options_name_every_format() -> None:
@@ -151,6 +174,29 @@ def test_a_model_that_does_not_think_ignores_the_wish(tmp_path: Path) -> None:
         plain.template_options({}, "low")
 
 
+@pytest.mark.parametrize(
+    ("template", "on", "off"),
+    [
+        ("{{ enable_thinking }}", {"enable_thinking": True}, {"enable_thinking": False}),
+        ("{{ thinking_mode }}", {"thinking_mode": "enabled"}, {"thinking_mode": "disabled"}),
+        ("{{ thinking_budget }}", {"thinking_budget": -1}, {"thinking_budget": 0}),
+        ("{{ reasoning }}", {"reasoning": True}, {"reasoning": False}),
+        (
+            "{{ reasoning_effort or 'no_think' }}",
+            {"reasoning_effort": "high"},
+            {"reasoning_effort": "no_think"},
+        ),
+    ],
+)
+def test_each_family_turns_its_reasoning_off(
+    template: str, on: dict[str, object], off: dict[str, object], tmp_path: Path
+) -> None:
+    answers = ModelFormat(load(tmp_path, f"<think></think>{template}"), AnswerConfig())
+    assert answers.template_options({}, None, True) == on
+    assert answers.template_options({}, None, False) == off
+    assert answers.template_options({}, "none") == off
+
+
 def test_harmony_is_read_without_tools_too(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, TEMPLATES["harmony"])
     machine = ModelFormat(tokenizer, AnswerConfig()).answer_parser((), [1], one_call_only=False)
@@ -168,13 +214,18 @@ def test_the_prompt_may_open_the_reasoning(tmp_path: Path) -> None:
         machine = answers.answer_parser((), tokenizer.encode(prompt), one_call_only=False)
         assert machine is not None
         assert machine.finish("a</think>b").reasoning == reasoning
+    seed = ModelFormat(tokenizer, AnswerConfig(reasoning_parser="seed_oss"))
+    for prompt in ("<seed:think>", "<seed:think><seed:cot_budget_reflect>"):
+        machine = seed.answer_parser((), tokenizer.encode(prompt), one_call_only=False)
+        assert machine is not None
+        assert machine.finish("a</seed:think>b").reasoning == "a"
     plain = ModelFormat(tokenizer, AnswerConfig(reasoning_parser="none"))
     assert plain.answer_parser((), [1], one_call_only=False) is None
 
 
 def test_special_tokens_reach_the_parser_that_needs_them(tmp_path: Path) -> None:
-    tokenizer = load(tmp_path, "{{ tools }}")
-    backend = tokenizer._tokenizer
+    load(tmp_path, "{{ tools }}")
+    backend = Tokenizer(tmp_path)._tokenizer
     backend.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[OTHER]"])
     backend.save(str(tmp_path / "own.json"))
     (tmp_path / "tokenizer.json").unlink()

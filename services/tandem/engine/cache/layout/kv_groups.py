@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.engine.cache.layout.block_layout import BlockLayout, num_blocks_of
 from tandem.engine.cache.layout.block_spans import BlockSpans
+from tandem.engine.cache.layout.rank_heads import RankHeads
 from tandem.errors import ConfigError
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_not_kv_dtype
@@ -84,6 +85,17 @@ class KvLayout:
         """Returns the layout of a model whose layers form one group without a window."""
         return cls((KvGroup(tuple(range(layout.num_layers)), None, layout),))
 
+    def of_rank(self, num_ranks: int) -> KvLayout:
+        """Returns the layout of one rank's pools, if `num_ranks` ranks have a pool each with some
+        of the heads. Raises Incompatible if the heads cannot be divided among the ranks."""
+        heads = RankHeads(self.num_kv_heads, num_ranks)
+        return KvLayout(
+            tuple(
+                replace(group, layout=replace(group.layout, num_kv_heads=heads.per_rank))
+                for group in self.groups
+            )
+        )
+
     def under(self, budget: KvBudget) -> KvLayout:
         """Returns the layout for a sequence with a KV budget: a group without a window gets the
         window that the budget allows."""
@@ -99,6 +111,11 @@ class KvLayout:
     def block_size(self) -> int:
         """Tokens in a block; the same in all groups."""
         return self.groups[0].layout.block_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads in a block; the same in all groups."""
+        return self.groups[0].layout.num_kv_heads
 
     @property
     def has_windows(self) -> bool:
@@ -213,7 +230,11 @@ def layer_groups(model: ModelConfig) -> dict[int | None, tuple[int, ...]]:
     attention, comes first."""
     windows = dict.fromkeys(layer.window for layer in model.layers)
     return {
-        window: tuple(i for i, layer in enumerate(model.layers) if layer.window == window)
+        window: tuple(
+            i
+            for i, layer in enumerate(model.layers)
+            if layer.window == window and layer.kv_source is None
+        )
         for window in sorted(windows, key=lambda window: window is not None)
     }
 
@@ -226,13 +247,17 @@ class LayerPlace(NamedTuple):
 
 
 def layer_places(model: ModelConfig) -> list[LayerPlace]:
-    """Returns the place of each layer's KV, in the order of the model's layers."""
+    """Returns the place of each layer's KV, in the order of the model's layers. A layer that reads
+    the KV of an earlier layer has the place of that layer."""
     places = {
         layer: LayerPlace(group, number)
         for group, layers in enumerate(layer_groups(model).values())
         for number, layer in enumerate(layers)
     }
-    return [places[layer] for layer in range(model.num_layers)]
+    return [
+        places[number if layer.kv_source is None else layer.kv_source]
+        for number, layer in enumerate(model.layers)
+    ]
 
 
 def divide_pool(
@@ -284,10 +309,10 @@ def model_layout(
             window,
             BlockLayout(
                 num_blocks=size,
-                num_kv_heads=model.num_kv_heads,
+                num_kv_heads=model.heads_of(model.layers[layers[0]]).num_kv,
                 num_layers=len(layers),
                 block_size=block_size,
-                head_dim=model.head_dim,
+                head_dim=model.heads_of(model.layers[layers[0]]).dim,
                 dtype=dtype,
                 has_values=latent is None,
                 rotated=None if latent is None else latent.rotated_key(dtype, computed_dtype),

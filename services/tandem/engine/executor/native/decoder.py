@@ -37,7 +37,11 @@ from tandem.engine.executor.native.lora import (
 )
 from tandem.engine.executor.native.packing import KINDS, Packer
 from tandem.engine.executor.rank_memory import RankMemory
-from tandem.engine.executor.torch.decoder import embedding_multiplier, rope_tables
+from tandem.engine.executor.torch.decoder import (
+    embedding_multiplier,
+    query_factors_of,
+    rope_tables,
+)
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
     LayerWeights,
@@ -51,6 +55,7 @@ from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config.experts import Experts as ExpertSpec
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
+from tandem.models.limits import why_only_torch
 from tandem_kernels.kv_cache import KvPool, StaticKv
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.logprobs import Logprobs
@@ -94,6 +99,8 @@ _ANGLES_MIN = 2048  # number of positions in a new `_AngleTable`
 
 def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
+    if why := why_only_torch(config):
+        return why
     if config.head_dim > _HEAD_MAX and config.latent is None:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:
@@ -160,6 +167,9 @@ class NativeDecoder:
             norm_eps=config.rms_norm_eps,
             num_threads=num_threads,
             norms_all_heads=config.qk_norm == "all",
+            norms_rotated=config.norms_rotated_heads,
+            centers_norms=config.centers_norms,
+            is_parallel=config.is_parallel,
             attention_scale=config.attention_scale,
             embedding_multiplier=embedding_multiplier(config, weights.embedding.dtype),
             residual_multiplier=config.multipliers.residual,
@@ -299,7 +309,7 @@ class NativeDecoder:
             qkv=self._packer.matrix(weights.qkv),
             attention_out=self._packer.matrix((weights.attention_out,)),
             rope=self._angles.ropes.index(spec.rope),
-            window=spec.window or 0,
+            window=-(spec.window or 0) if spec.is_chunked else spec.window or 0,
             group=place.group,
             place=place.number,
         )
@@ -323,6 +333,8 @@ class NativeDecoder:
             num=spec.num,
             top_k=spec.top_k,
             is_normalized=spec.is_normalized,
+            has_sigmoids=spec.has_sigmoids,
+            weighs_inputs=spec.weighs_inputs,
             num_groups=spec.groups.num if spec.groups else 0,
             top_groups=spec.groups.top if spec.groups else 0,
             scale=spec.scale,
@@ -447,7 +459,8 @@ class _AngleTable:
     def reach(self, positions_end: int) -> None:
         """Extends the tables to all positions less than `positions_end`.
 
-        Sets `fields` to the addresses of the tables, each fp32 [ropes, positions, rope_dim / 2].
+        Sets `fields` to the addresses of the tables, each fp32 [ropes, positions, rope_dim / 2],
+        and, if a layer scales queries by position, of their factors, fp32 [ropes, positions].
         """
         if positions_end <= self._size:
             return
@@ -461,7 +474,13 @@ class _AngleTable:
             "cosines": self._cosines.data_ptr(),
             "sines": self._sines.data_ptr(),
             "table_floats": self._cosines[0].numel(),
+            "table_positions": self._size,
         }
+        factors = [query_factors_of(rope, positions) for rope in self.ropes]
+        if any(each is not None for each in factors):
+            ones = torch.ones(self._size)
+            self._factors = torch.stack([ones if each is None else each for each in factors])
+            self.fields["query_factors"] = self._factors.data_ptr()
 
 
 class _BlockSums:

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from multiprocessing.connection import Pipe
 
 from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
@@ -44,17 +43,24 @@ class Members:
         config: EngineConfig,
         pool_fd: int,
         on_end: Callable[[str], object],
+        service: messages.RankService | None = None,
     ) -> None:
         """Starts the processes. They load their share of the weights at the same time as rank 0.
-        Raises ConfigError."""
+        If `service` is given, each rank runs it when its pool is allocated. It must be a function
+        that the rank can import. Raises ConfigError."""
         self.memory = RankMemory.create(config.tensor_parallel)
         self._on_end = on_end
         self._is_closed = self._has_ended = False
         self._loads = threading.Lock()  # one adapter at a time, so that answers find their thread
         self._ranks = [
-            _Member(messages.Settings(folder, config, rank, self.memory.fd, pool_fd))
+            _Member(folder, config, rank, self.memory.fd, pool_fd, service)
             for rank in range(1, config.tensor_parallel)
         ]
+
+    @property
+    def service_pipes(self) -> list[messages.RankPipe]:
+        """Rank 0's ends of the pipes of `service`, of ranks 1 and up."""
+        return [member.service_pipe for member in self._ranks]
 
     def wait_until_loaded(self) -> None:
         """Waits until all ranks have loaded their weights. Raises ConfigError, or WorkerLost if a
@@ -99,18 +105,30 @@ class Members:
 class _Member:
     """One process, and rank 0's end of its pipe."""
 
-    def __init__(self, settings: messages.Settings) -> None:
-        self.rank = settings.rank
-        self._stopped_s_max = settings.config.rank_stopped_s_max
+    def __init__(
+        self,
+        folder: ModelFolder,
+        config: EngineConfig,
+        rank: int,
+        memory_fd: int,
+        pool_fd: int,
+        service: messages.RankService | None,
+    ) -> None:
+        self.rank = rank
+        self._stopped_s_max = config.rank_stopped_s_max
         self.end_text: Future[str] = Future()  # how the process ended; set when it has ended
-        self.pipe: Connection[Any, Any]
         self.pipe, others = Pipe()
-        fds = (others.fileno(), settings.memory_fd, settings.pool_fd)
+        self.service_pipe, others_service = Pipe()
+        fds = (others.fileno(), others_service.fileno(), memory_fd, pool_fd)
         self.process = subprocess.Popen(
             [sys.executable, "-m", MODULE, str(others.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             pass_fds=fds,
         )
+        settings = messages.Settings(
+            folder, config, rank, memory_fd, pool_fd, others_service.fileno(), service
+        )
+        others_service.close()
         others.close()
         pidfd = os.pidfd_open(self.process.pid)
         threading.Thread(target=self._watch, args=(pidfd,), name="watch-rank", daemon=True).start()
@@ -156,6 +174,7 @@ class _Member:
 
     def end(self) -> None:
         self.pipe.close()
+        self.service_pipe.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
             return

@@ -6,12 +6,18 @@ messages are posted in the shared memory, so that all ranks apply them in one or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, TypeAlias
 
 from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
 from tandem.models.folder import ModelFolder
+
+RankPipe: TypeAlias = "Connection[Any, Any]"
+# Runs in a thread of each rank but the first, once the KV pool is allocated. Gets the rank's runner
+# and its end of a pipe, whose other end rank 0 has.
+RankService: TypeAlias = Callable[[Any, RankPipe], None]
 
 
 class Settings(NamedTuple):
@@ -22,6 +28,8 @@ class Settings(NamedTuple):
     rank: int
     memory_fd: int  # memfd of the shared memory
     pool_fd: int  # memfd of the KV pool
+    service_fd: int  # descriptor of the pipe of `service`
+    service: RankService | None
 
 
 class Loaded(NamedTuple):
@@ -50,6 +58,18 @@ class CopyBlocks(NamedTuple):
     """Copy blocks in the rank's own pool: (source block id, target block id, KV group) each."""
 
     copies: Sequence[tuple[int, int, int]]
+
+
+class ReadBlocks(NamedTuple):
+    """Collect the bytes of whole blocks, of which the rank has some heads in its own pool."""
+
+    block_ids: list[int]
+
+
+class WriteBlocks(NamedTuple):
+    """Copy the rank's heads of whole blocks into its own pool. The bytes follow the message."""
+
+    block_ids: list[int]
 
 
 class AddAdapter(NamedTuple):

@@ -23,8 +23,10 @@ class SharedMemoryCollectives:
 
     is_recordable = False
 
-    def __init__(self, memory: RankMemory, *, splits_inputs: bool = False) -> None:
-        self.share = Share(memory.rank, memory.num_ranks, splits_inputs)
+    def __init__(
+        self, memory: RankMemory, *, splits_inputs: bool = False, splits_experts: bool = False
+    ) -> None:
+        self.share = Share(memory.rank, memory.num_ranks, splits_inputs, splits_experts)
         self._memory = memory
         self._count = 0  # number of finished exchanges
 
@@ -38,14 +40,19 @@ class SharedMemoryCollectives:
         return out
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        first, *others = self._exchange(x, [x.shape] * self.share.num_ranks)
+        first, *others = self.exchange_equal(x)
         total = first.float()
         for other in others:
             total = total + other
         return total.to(device=x.device, dtype=x.dtype)
 
+    def exchange_equal(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tensors of all ranks, which have one shape, as views of the memory. They are
+        valid until the next exchange but one. Raises RankEnded."""
+        return self._exchange(x, [x.shape] * self.share.num_ranks)
+
     def broadcast(self, x: torch.Tensor) -> None:
-        x.copy_(self._exchange(x, [x.shape] * self.share.num_ranks)[0])
+        x.copy_(self.exchange_equal(x)[0])
 
     def least(self, number: int) -> int:
         """Returns the smallest of the ranks' numbers. Raises RankEnded."""

@@ -25,6 +25,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     LATENT_NORM_EPS,
     ExpertWeights,
     LatentWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     Mlp,
@@ -33,7 +34,7 @@ from tandem.engine.executor.weights.decoder_weights import (
 from tandem.engine.executor.weights.expand import embedded, pieces
 from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
-from tandem.models.config.families import ExpertForm
+from tandem.models.config.layers import Heads, LayerSpec
 from tandem.models.config.model import GateClamp, ModelConfig
 from tandem.models.config.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
@@ -41,6 +42,7 @@ from tandem_kernels.dispatch import Angles, Attention, Kernels
 from tandem_kernels.experts import choose_experts, choose_in_groups
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import (
+    query_factors,
     rotary_angles,
     rotary_frequencies,
     scale_llama3,
@@ -64,8 +66,10 @@ class Decoder:
         self._kernels = kernels
         self._dtype = weights.embedding.dtype
         device = weights.device
-        ropes = dict.fromkeys(layer.rope for layer in config.layers)
-        self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
+        dims = {layer: self._rope_dim(layer) for layer in config.layers}
+        self._frequencies = {
+            (layer.rope, dim): rope_tables(layer.rope, dim, device) for layer, dim in dims.items()
+        }
         self._places = layer_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
         # The output of the final norm for each row of the last step's logits: [rows, hidden].
@@ -88,39 +92,48 @@ class Decoder:
         """
         specs = self._config.layers
         attentions = {
-            (group, window): self._attention(inputs.spans[group], pools[group], window)
-            for group, window in dict.fromkeys(
-                (place.group, spec.window) for spec, place in zip(specs, self._places, strict=True)
+            (group, window, is_chunked): self._attention(
+                inputs.spans[group], pools[group], window, is_chunked
+            )
+            for group, window, is_chunked in dict.fromkeys(
+                (place.group, spec.window, spec.is_chunked)
+                for spec, place in zip(specs, self._places, strict=True)
             )
         }
-        angles = {
-            rope: rotary_angles(inputs.positions, *tables)
-            for rope, tables in self._frequencies.items()
+        all_angles = {
+            key: rotary_angles(inputs.positions, *tables)
+            for key, tables in self._frequencies.items()
         }
+        factors = {rope: query_factors_of(rope, inputs.positions) for rope, _ in self._frequencies}
         x = embedded(self._weights, inputs.token_ids)
         if x.shape[1] < self._config.hidden_size:
             x = self._ranks.gather(x, self._config.hidden_size)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
+        layer_inputs = self._per_layer_inputs(inputs.token_ids, x)
         layers = zip(specs, self._places, self._weights.layers, strict=True)
         for index, (spec, place, layer) in enumerate(layers):
-            normed = self._norm(x, layer.attention_norm)
+            normed = self._norm_hidden(x, layer.attention_norm)
             pool = pools[place.group]
             token_rows = inputs.token_rows[place.group]
             projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
+            angles = all_angles[spec.rope, self._rope_dim(spec)]
             if layer.latent is None:
-                heads = self._heads(layer, projected, angles[spec.rope], inputs.num_tokens)
+                heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
             else:
                 heads = self._latent_heads(
-                    index, layer.latent, projected, angles[spec.rope], inputs.num_tokens, lora
+                    index, layer.latent, projected, angles, inputs.num_tokens, lora
                 )
             queries, keys, values = heads
-            pool.write(place.number, token_rows, keys, values)
+            if (factor := factors[spec.rope]) is not None:
+                queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
+            if spec.kv_source is None:
+                pool.write(place.number, token_rows, keys, values)
             tell_written = on_kv_written if index + 1 == self._config.num_layers else None
             if tell_written is not None and self._ranks is ALONE:
                 tell_written()
-            attend = attentions[place.group, spec.window]
-            attended = attend(place.number, queries, layer.sinks)
+            attend = attentions[place.group, spec.window, spec.is_chunked]
+            attended = attend(place.number, queries, layer.sinks)[..., : self._config.value_dim]
             if layer.latent is not None:
                 latents = attended[..., : layer.latent.values.shape[-1]]
                 attended = self._kernels.linear_of_heads(latents, layer.latent.values)
@@ -131,47 +144,111 @@ class Decoder:
             delta = whole_of(self._ranks, self._config.hidden_size, share)
             if tell_written is not None and self._ranks is not ALONE:
                 tell_written()
+            before = x
             x = self._added(x, delta, layer.attention_post_norm)
-            normed = self._norm(x, layer.mlp_norm)
+            normed = self._norm_hidden(before if self._config.is_parallel else x, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
                 delta = whole_of(
                     self._ranks, self._config.hidden_size, self._mlp(index, layer.mlp, normed, lora)
                 )
             else:
                 assert spec.experts is not None
-                share = self._experts(index, spec.experts, layer.mlp, normed, lora)
-                delta = whole_of(self._ranks, self._config.hidden_size, share)
+                delta = self._experts(index, spec.experts, layer.mlp, normed, lora)
             x = self._added(x, delta, layer.mlp_post_norm)
+            if layer.layer_inputs is not None and layer_inputs is not None:
+                x = x + self._layer_input(layer.layer_inputs, x, layer_inputs[:, index])
+            if layer.scalar is not None:
+                x = x * layer.scalar
         return self._logits(x, inputs.logit_rows)
 
-    def _attention(self, spans: Sequence[QuerySpan], pool: KvPool, window: int | None) -> Attention:
+    def _rope_dim(self, spec: LayerSpec) -> int:
+        """Returns the number of elements of a head that RoPE may rotate."""
+        return self._config.rope_dim if spec.heads is None else spec.heads.dim
+
+    def _per_layer_inputs(self, token_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """Returns the inputs that tokens have for each layer, [T, layers, size]: the mean of their
+        embedding for the layer and a projection of their embedding `x`, times the square root of 2.
+        Returns None if the model has no such inputs."""
+        weights, sizes = self._weights.per_layer, self._config.per_layer_inputs
+        if weights is None or sizes is None:
+            return None
+        shape = (len(x), self._config.num_layers, sizes.size)
+        scale = torch.tensor(sizes.size**0.5, dtype=x.dtype, device=x.device)
+        embedded = (weights.embedding[token_ids] * scale).view(shape)
+        projected = self._project(x, (weights.projection,)) * self._config.hidden_size**-0.5
+        return (self._norm(projected.view(shape), weights.norm) + embedded) * 2**-0.5
+
+    def _layer_input(
+        self, weights: LayerInputWeights, x: torch.Tensor, inputs: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns what a layer adds to its output `x` from the tokens' `inputs` for this layer."""
+        gate = self._project(x, (weights.gate,))
+        gated = gelu(gate, approximate="tanh") if self._config.activation != "silu" else silu(gate)
+        return self._norm(self._project(gated * inputs, (weights.projection,)), weights.norm)
+
+    def _attention(
+        self, spans: Sequence[QuerySpan], pool: KvPool, window: int | None, is_chunked: bool
+    ) -> Attention:
         return self._kernels.attention(
             spans,
             pool,
             self._config.num_attention_heads,
             self._dtype,
-            window,
+            None if is_chunked else window,
             self._config.attention_scale,
             self._config.attention_cap,
+            window if is_chunked else None,
         )
 
     def _heads(
-        self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
+        self,
+        layer: LayerWeights,
+        spec: LayerSpec,
+        projected: torch.Tensor,
+        angles: Angles,
+        num_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Splits `projected`, which has q, k and v side by side, into heads and rotates the queries
         and keys. Returns queries [rows, heads, D], keys [num_tokens, kv heads, D], and values of
-        the same shape as the keys."""
+        the same shape as the keys. A layer that reads the KV of an earlier layer has no keys and
+        values of its own: [0, heads, D]."""
         num_heads = self._config.num_attention_heads
-        num_kv_heads = self._config.num_kv_heads
-        heads = projected.view(projected.shape[0], -1, self._config.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
+        own = self._config.heads_of(spec)
+        num_kv_heads = own.num_kv
+        norms_rotated = self._config.norms_rotated_heads
+        projected = self._with_padded_values(projected, own)
+        heads = projected.view(projected.shape[0], -1, own.dim)
+        if spec.kv_source is not None:
+            queries = self._kernels.rotate(self._norm(heads, layer.q_norm), angles)
+            return queries, heads[:0], heads[:0]
+        if layer.q_norm is not None and layer.k_norm is not None and norms_rotated:
+            rotated = self._kernels.rotate(heads[:, :-num_kv_heads], angles)
+            queries = self._norm(rotated[:, :num_heads], layer.q_norm)
+            keys = self._norm(rotated[:, num_heads:], layer.k_norm)
+            rotated = torch.cat((queries, keys), 1)
+        elif layer.q_norm is not None and layer.k_norm is not None:
             normed_queries = self._norm_heads(heads[:, :num_heads], layer.q_norm)
             normed_keys = self._norm_heads(heads[:, num_heads:-num_kv_heads], layer.k_norm)
             rotated = self._kernels.rotate(torch.cat((normed_queries, normed_keys), 1), angles)
         else:
             rotated = self._kernels.rotate(heads[:, :-num_kv_heads], angles)
         tokens = slice(0, num_tokens)
-        return rotated[:, :num_heads], rotated[tokens, num_heads:], heads[tokens, -num_kv_heads:]
+        values = heads[tokens, -num_kv_heads:]
+        if self._config.has_value_norms:
+            values = self._norm(values, values.new_ones(own.dim))
+        return rotated[:, :num_heads], rotated[tokens, num_heads:], values
+
+    def _with_padded_values(self, projected: torch.Tensor, heads: Heads) -> torch.Tensor:
+        """Returns q, k and v side by side, in which values have the size of keys. Smaller values
+        are padded with zeros, and multiplied by the model's factor."""
+        if self._config.value_dim is None:
+            return projected
+        num_values = heads.num_kv * self._config.value_dim
+        others = projected[:, :-num_values]
+        values = projected[:, -num_values:].view(len(projected), heads.num_kv, -1)
+        padding = (0, heads.dim - self._config.value_dim)
+        padded = torch.nn.functional.pad(values * self._config.value_scale, padding)
+        return torch.cat((others, padded.flatten(1)), 1)
 
     def _latent_heads(
         self,
@@ -214,11 +291,13 @@ class Decoder:
         x = inputs_of(self._ranks, x, matrix.weight.shape[1])
         return lora.add(index, product, self._project(x, (matrix,)), x)
 
-    def _mlp(self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora) -> torch.Tensor:
-        """Returns this rank's share of the output."""
+    def _mlp(
+        self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora, *, is_whole: bool = False
+    ) -> torch.Tensor:
+        """Returns this rank's share of the output; all of it if this rank has the whole MLP."""
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
         gate, up = gate_up.chunk(2, dim=-1)
-        if self._ranks is not ALONE:
+        if self._ranks is not ALONE and not is_whole:
             # The bits of an activation function depend on whether torch computes an element in a
             # vector, that is, on the element's place in its row. So, to get the same bits for any
             # number of ranks, the function is applied to whole rows, as the only rank would.
@@ -242,27 +321,40 @@ class Decoder:
         lora: StepLora,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
-        row, plus the output of the shared MLP; of all this, this rank's share. Each expert
-        multiplies all rows for which it was chosen at once."""
+        row, plus the output of the shared MLP. Each expert multiplies all rows for which it was
+        chosen at once."""
+        share = self._ranks.share
+        width = self._config.hidden_size
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
-        chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
+        chosen, shares = choose(experts, logits, weights.correction)
         num_out = len(weights.mlps[0].down.weight)
         out = torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
-        if weights.shared is not None:
-            out += self._mlp(index, weights.shared, x, lora)
-        for expert, mlp in enumerate(weights.mlps):
+        shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
+        if shared is not None and not share.splits_experts:
+            out += shared
+        first = share.of(experts.num).start if share.splits_experts else 0
+        for expert, mlp in enumerate(weights.mlps, first):
             rows, places = torch.where(chosen == expert)
             if not len(rows):
                 continue
-            padded = torch.nn.functional.pad(rows, (0, -len(rows) % self._kernels.row_multiple))
-            part = self._mlp(index, mlp, x[padded], NO_LORA)[: len(rows)]
-            out.index_add_(0, rows, part.float() * shares[rows, places].unsqueeze(1))
-        return out.to(x.dtype)
+            num_padding = -len(rows) % self._kernels.row_multiple
+            padded = torch.nn.functional.pad(rows, (0, num_padding))
+            own = shares[rows, places].unsqueeze(1)
+            inputs = x[padded]
+            if experts.weighs_inputs:
+                inputs[: len(rows)] *= own.to(x.dtype)
+            part = self._mlp(index, mlp, inputs, NO_LORA, is_whole=share.splits_experts)
+            part = part[: len(rows)].float()
+            out.index_add_(0, rows, part if experts.weighs_inputs else part * own)
+        if not share.splits_experts:
+            return whole_of(self._ranks, width, out.to(x.dtype))
+        whole = self._ranks.sum(out.to(x.dtype))
+        return whole if shared is None else whole + whole_of(self._ranks, width, shared)
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple
         last = x[torch.nn.functional.pad(rows, (0, num_padding))]
-        normed = self._norm(last, self._weights.final_norm)
+        normed = self._norm_hidden(last, self._weights.final_norm)
         self.final_hidden = normed[: rows.shape[0]]
         output = Linear(self._weights.output, None, self._weights.output_blocks)
         logits = self._ranks.gather(self._project(normed, (output,)), self._config.vocab_size)
@@ -280,6 +372,16 @@ class Decoder:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Returns the rows of x after RMSNorm. Returns x itself if `weight` is None."""
         return x if weight is None else self._kernels.rms_norm(x, weight, self._config.rms_norm_eps)
+
+    def _norm_hidden(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Returns the rows of the residual stream x after the model's norm, RMSNorm or LayerNorm.
+        Returns x itself if `weight` is None."""
+        if weight is None or not self._config.centers_norms:
+            return self._norm(x, weight)
+        wide = x.float()
+        centered = wide - wide.mean(-1, keepdim=True)
+        normed = self._kernels.rms_norm(centered, weight.float(), self._config.rms_norm_eps)
+        return normed.to(x.dtype)
 
     def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Normalizes heads [rows, heads, D]. The model's config says whether each head is
@@ -328,11 +430,12 @@ def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> tor
 
 
 def choose(
-    form: ExpertForm, experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
+    experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses experts for each row from the router's `logits`. Returns the numbers of the chosen
     experts and the weights of the experts' outputs, both [rows, top_k]."""
-    if form != "deepseek":
+    has_plain_scores = not (experts.has_sigmoids or experts.is_corrected or experts.groups)
+    if has_plain_scores and experts.scale == 1.0:
         return choose_experts(logits, experts.top_k, experts.is_normalized)
     groups = experts.groups
     return choose_in_groups(
@@ -341,6 +444,7 @@ def choose(
         is_normalized=experts.is_normalized,
         groups=(groups.num, groups.top) if groups else None,
         scale=experts.scale,
+        has_sigmoids=experts.has_sigmoids,
         correction=correction,
     )
 
@@ -359,6 +463,16 @@ def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
     if config.logit_cap is not None:
         logits.div_(config.logit_cap).tanh_().mul_(config.logit_cap)
     return logits
+
+
+def query_factors_of(rope: Rope, positions: torch.Tensor) -> torch.Tensor | None:
+    """Returns the factors on the queries at these positions, fp32 [T]. Returns None if queries are
+    not scaled by position."""
+    if (scaling := rope.query_scaling) is None:
+        return None
+    return query_factors(
+        positions, scale=scaling.scale, length=scaling.length, offset=scaling.offset
+    )
 
 
 def rope_tables(
@@ -382,8 +496,14 @@ def rope_tables(
 def _rotary_frequencies(rope: Rope, rotary_dim: int) -> torch.Tensor:
     if rope.theta is None:
         return torch.zeros(0)
-    frequencies = rotary_frequencies(rotary_dim, rope.theta)
     scaling = rope.scaling
+    if scaling is not None and scaling.kind == "alpha":
+        grown = scaling.factor ** (rotary_dim / (rotary_dim - 2))
+        return rotary_frequencies(rotary_dim, rope.theta * grown)
+    frequencies = rotary_frequencies(rotary_dim, rope.theta)
+    if scaling is not None and scaling.kind == "proportional":
+        frequencies[int(scaling.proportion * rotary_dim // 2) :] = 0.0
+        return frequencies / scaling.factor
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":

@@ -4,7 +4,7 @@ The check runs when a worker starts. A model whose attention does something that
 know is refused by name, instead of giving wrong answers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from tandem.engine.cache.layout.kv_groups import layer_groups, model_layout
 from tandem.engine.executor.torch.steps import DecoderSteps
-from tandem.engine.executor.transformers.decoder import LayerAttention
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import UnsupportedModel
 from tandem.models.config.model import ModelConfig
@@ -31,11 +30,9 @@ _FP32_MAX = 1e-4
 _BF16_MAX = 0.05
 
 
-def check_attention(
-    model: PreTrainedModel, config: ModelConfig, layers: Sequence[LayerAttention]
-) -> None:
-    """Records how each layer of the model attends, and compares it with `layers` and the sizes of
-    the KV cache. Raises UnsupportedModel naming the layer that differs.
+def check_attention(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Records how each layer of the model attends, and compares it with the config. Raises
+    UnsupportedModel naming the layer that differs.
 
     A short text does not show a window, so the comparison of logits would not find a wrong one.
     """
@@ -66,14 +63,14 @@ def check_attention(
             f"attend once (layers that attend: {[call[0] for call in calls]!r:.80})"
         )
     shape = (config.num_kv_heads, tokens.shape[1], config.head_dim)
-    for (index, seen, keys, values), layer in zip(calls, layers, strict=True):
+    for (index, seen, keys, values), layer in zip(calls, config.layers, strict=True):
         if keys != shape or values != shape:
             raise UnsupportedModel(
                 f"{config.architecture} is not supported: layer {index} has keys of the shape "
                 f"{keys} and values of the shape {values}; the config implies {shape} for both "
                 "([KV heads, tokens, head size])"
             )
-        expected = layer.window, layer.chunk
+        expected = (None, layer.window) if layer.is_chunked else (layer.window, None)
         # A window of the whole context hides nothing.
         actual = tuple(
             None if size is None or size >= config.max_model_len else size for size in seen

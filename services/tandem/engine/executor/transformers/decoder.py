@@ -18,36 +18,24 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tandem.engine.cache.layout.kv_groups import LayerPlace, layer_places
 from tandem.engine.executor.torch.inputs import StepInputs
 from tandem.engine.executor.torch.lora import StepLora
-from tandem.errors import UnsupportedModel
-from tandem.models.config.from_transformers import CHUNKED, layer_types
+from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
-from tandem_kernels.attention_groups import QuerySpan
 from tandem_kernels.dispatch import Attention, Kernels
 from tandem_kernels.kv_cache import KvPool
 
 ATTENTION = "tandem_paged"  # name of the attention function in the library
 
 
-@dataclass(frozen=True, slots=True)
-class LayerAttention:
-    """How a layer attends to the keys in the pool."""
-
-    place: LayerPlace
-    window: int | None
-    # Size of a chunk: a token attends to earlier tokens of its own chunk only. None: no chunks.
-    chunk: int | None
-
-
-# Properties of a layer that share a `PagedAttention`: KV group, window, chunk, number of heads,
-# scale and cap.
-_Kind = tuple[int, int | None, int | None, int, float, float | None]
+# The properties by which attention differs: KV group (which has the window), whether the window is
+# a chunk, number of heads, scale and cap.
+_Kind = tuple[int, bool, int, float, float | None]
 
 
 @dataclass(slots=True)
 class _Step:
     """The inputs of a step as `_attend` needs them."""
 
-    layers: Sequence[LayerAttention]
+    layers: Sequence[tuple[LayerSpec, LayerPlace]]
     inputs: StepInputs
     pools: Sequence[KvPool]
     kernels: Kernels
@@ -55,19 +43,21 @@ class _Step:
     attentions: dict[_Kind, Attention] = field(default_factory=dict)
 
     def attention(
-        self, layer: LayerAttention, queries: torch.Tensor, scale: float, cap: float | None
+        self, layer: LayerSpec, group: int, queries: torch.Tensor, scale: float, cap: float | None
     ) -> Attention:
         """Returns the attention of a layer's kind, made once in a step. `queries` is [T, heads,
         D]."""
-        group = layer.place.group
-        kind = group, layer.window, layer.chunk, queries.shape[1], scale, cap
+        kind = group, layer.is_chunked, queries.shape[1], scale, cap
         if kind not in self.attentions:
-            spans: Sequence[QuerySpan] = self.inputs.spans[group]
-            pool = self.pools[group]
-            if layer.chunk is not None:
-                spans = spans_in_chunks(spans, layer.chunk, pool.block_size)
             self.attentions[kind] = self.kernels.attention(
-                spans, pool, queries.shape[1], queries.dtype, layer.window, scale, cap
+                self.inputs.spans[group],
+                self.pools[group],
+                queries.shape[1],
+                queries.dtype,
+                None if layer.is_chunked else layer.window,
+                scale,
+                cap,
+                layer.window if layer.is_chunked else None,
             )
         return self.attentions[kind]
 
@@ -82,11 +72,7 @@ class TransformersDecoder:
         self._model = model
         self._config = config
         self._kernels = kernels
-        chunks = _chunks(model, config)
-        self._layers = [
-            LayerAttention(place, None if chunk else layer.window, chunk)
-            for place, layer, chunk in zip(layer_places(config), config.layers, chunks, strict=True)
-        ]
+        self._layers = list(zip(config.layers, layer_places(config), strict=True))
         # The input of the output matrix for each row of the last step's logits: [rows, hidden].
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=model.dtype)
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -94,10 +80,6 @@ class TransformersDecoder:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
         assert ATTENTION not in ALL_MASK_ATTENTION_FUNCTIONS  # so that models make no masks
         model.set_attn_implementation(ATTENTION)
-
-    @property
-    def layers(self) -> Sequence[LayerAttention]:
-        return self._layers
 
     def forward(
         self,
@@ -143,54 +125,12 @@ def _attend(
     heads, D]."""
     step = _step.get()
     index = int(module.layer_idx)  # type: ignore[arg-type]
-    layer = step.layers[index]
+    layer, place = step.layers[index]
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
-    group = layer.place.group
-    step.pools[group].write(layer.place.number, step.inputs.token_rows[group], keys, values)
+    pool = step.pools[place.group]
+    pool.write(place.number, step.inputs.token_rows[place.group], keys, values)
     if step.on_kv_written is not None and index + 1 == len(step.layers):
         step.on_kv_written()
     scale = queries.shape[-1] ** -0.5 if scaling is None else scaling
-    attend = step.attention(layer, queries, scale, softcap)
-    return attend(layer.place.number, queries, s_aux).unsqueeze(0), None
-
-
-def spans_in_chunks(spans: Sequence[QuerySpan], chunk: int, block_size: int) -> Sequence[QuerySpan]:
-    """Divides spans at each multiple of `chunk` tokens. A part of a span has only the blocks of its
-    own chunk, so that full attention over them is chunked attention. `chunk` must be a multiple of
-    the block size."""
-    assert chunk % block_size == 0
-    parts = []
-    for span in spans:
-        first = span.context_len - span.num_queries
-        start = first
-        while start < span.context_len:
-            begin = start // chunk * chunk
-            end = min(begin + chunk, span.context_len)
-            parts.append(
-                QuerySpan(
-                    span.first_row + start - first,
-                    end - start,
-                    end - begin,
-                    span.block_table[begin // block_size :],
-                )
-            )
-            start = end
-    return parts
-
-
-def _chunks(model: PreTrainedModel, config: ModelConfig) -> list[int | None]:
-    """Returns the size of a chunk for each layer with chunked attention; None for other layers."""
-    return [
-        layer.window if kind == CHUNKED else None
-        for kind, layer in zip(layer_types(model.config), config.layers, strict=True)
-    ]
-
-
-def check_chunks(config: ModelConfig, layers: Sequence[LayerAttention], block_size: int) -> None:
-    """Raises UnsupportedModel if the chunks of chunked attention do not begin with a block."""
-    for layer in layers:
-        if layer.chunk is not None and layer.chunk % block_size:
-            raise UnsupportedModel(
-                f"{config.architecture} attends in chunks of {layer.chunk} tokens, which must be a "
-                f"multiple of block-size, {block_size}"
-            )
+    attend = step.attention(layer, place.group, queries, scale, softcap)
+    return attend(place.number, queries, s_aux).unsqueeze(0), None

@@ -2,6 +2,7 @@
 
 import logging
 from inspect import signature
+from typing import Any
 
 import torch
 import transformers
@@ -29,7 +30,7 @@ def load_model(
     """
     name = folder.config.architecture
     config = read_hf_config(read_json(folder.path / "config.json"))
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     check_class(model_class)
     log.warning(
         "%s is computed by the transformers library with torch attention, which is several times "

@@ -4,7 +4,7 @@ import torch
 
 from tandem.engine.executor.torch.steps import DecoderSteps
 from tandem.engine.executor.transformers.check import check_attention, check_logits
-from tandem.engine.executor.transformers.decoder import TransformersDecoder, check_chunks
+from tandem.engine.executor.transformers.decoder import TransformersDecoder
 from tandem.engine.executor.transformers.load import load_model
 from tandem.engine.executor.weights.load import OnProgress
 from tandem.models.config.model import ModelConfig
@@ -25,9 +25,7 @@ def transformers_steps(
     it cannot be computed, and ConfigError if a file cannot be read."""
     model = load_model(folder, dtype=dtype, device=device, on_progress=on_progress)
     kernels = kernels_for(device.type, "fast")
-    decoder = TransformersDecoder(model, config, kernels)
-    check_attention(model, config, decoder.layers)
-    check_chunks(config, decoder.layers, block_size)
-    steps = DecoderSteps(decoder, kernels)
+    check_attention(model, config)
+    steps = DecoderSteps(TransformersDecoder(model, config, kernels), kernels)
     check_logits(model, config, steps, block_size)
     return steps

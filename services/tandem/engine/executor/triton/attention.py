@@ -33,8 +33,16 @@ class LayerStep:
     group: int  # index of the layer's KV group
     kv: LayerKv
     angles: Angles
+    # Factors on the queries, fp32 [T]; None: queries are not scaled by position.
+    query_factors: torch.Tensor | None
     index: int  # index of the layer in the model
     lora: AddsLora  # adds the LoRA deltas of the step's adapters
+
+    def scaled(self, queries: torch.Tensor) -> torch.Tensor:
+        """Returns queries [T, heads, D], scaled by their positions if the layer does so."""
+        if self.query_factors is None:
+            return queries
+        return queries * self.query_factors.to(queries.dtype).view(-1, 1, 1)
 
 
 class HeadAttention:
@@ -65,6 +73,7 @@ class HeadAttention:
             fixed_scales=at.kv.fixed_scales,
         )
         on_kv_launched()
+        queries = at.scaled(queries)
         num_single = at.step.shape.num_single
         parts = []
         if num_single:

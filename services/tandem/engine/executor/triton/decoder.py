@@ -24,6 +24,7 @@ from tandem.engine.executor.torch.decoder import (
     final_logits,
     gathered_heads,
     own_heads,
+    query_factors_of,
     rope_tables,
 )
 from tandem.engine.executor.torch.lora import NO_LORA, AddsLora, ProductName
@@ -104,6 +105,7 @@ class TritonDecoder:
             rope: rotary_angles(step.positions, *tables)
             for rope, tables in self._frequencies.items()
         }
+        factors = {rope: query_factors_of(rope, step.positions) for rope in self._frequencies}
         x = embedded(self._weights, step.token_ids)
         if x.shape[1] < self._config.hidden_size:
             x = self._ranks.gather(x, self._config.hidden_size)
@@ -125,6 +127,7 @@ class TritonDecoder:
                     place.group,
                     layer_kv,
                     angles[spec.rope],
+                    factors[spec.rope],
                     index,
                     lora,
                 ),
@@ -145,8 +148,7 @@ class TritonDecoder:
             else:
                 assert spec.experts is not None
                 assert stacked is not None
-                share = self._mix(index, spec.experts, stacked, layer.mlp, normed, lora)
-                delta = whole_of(self._ranks, self._config.hidden_size, share)
+                delta = self._mix(index, spec.experts, stacked, layer.mlp, normed, lora)
             post_norm = layer.mlp_post_norm
         assert delta is not None
         rows = step.logit_rows
@@ -192,7 +194,9 @@ class TritonDecoder:
         lora: AddsLora,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
-        row, plus the output of the shared MLP; of all this, this rank's share."""
+        row, plus the output of the shared MLP."""
+        share = self._ranks.share
+        width = self._config.hidden_size
         router = weights.router
         logits = product(x.to(router.weight.dtype), router)
         groups = experts.groups
@@ -202,16 +206,23 @@ class TritonDecoder:
             is_normalized=experts.is_normalized,
             groups=(groups.num, groups.top) if groups else None,
             scale=experts.scale,
+            has_sigmoids=experts.has_sigmoids,
             correction=weights.correction,
         )
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
-        return stacked.mix(
+        if share.splits_experts:
+            first = share.of(experts.num).start
+            own = stacked.mix(x, chosen, shares, self._gated, None, first, experts.num)
+            whole = self._ranks.sum(own)
+            return whole if shared is None else whole + whole_of(self._ranks, width, shared)
+        mixed = stacked.mix(
             x,
             chosen,
             shares,
             lambda gate_up: inputs_of(self._ranks, self._gated(gate_up), stacked.num_inner),
             shared,
         )
+        return whole_of(self._ranks, width, mixed)
 
     def _add_norm(
         self,

@@ -81,15 +81,23 @@ class StackedExperts(NamedTuple):
         shares: torch.Tensor,
         gated: Callable[[torch.Tensor], torch.Tensor],
         shared: torch.Tensor | None,
+        first: int = 0,
+        num_all: int | None = None,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
         row, plus `shared` [T, hidden]: [T, hidden] in the dtype of x.
+
+        With `num_all`, these are the experts from number `first` on of a layer with `num_all`
+        experts, and others add nothing.
 
         `chosen` [T, top_k] has the numbers of the chosen experts, and `shares` [T, top_k] the
         weights of the experts' outputs in the sum. `gated` computes the activation, such as
         silu(gate) * up, from gate and up side by side.
         """
-        tiles = tile_by_expert(chosen, self.num)
+        if num_all is not None:
+            is_own = (chosen >= first) & (chosen < first + self.num)
+            shares = torch.where(is_own, shares, 0.0)
+        tiles = tile_by_expert(chosen, self.num, first, num_all)
         inner = gated(self.gate_up.multiply(x, tiles))
         return mix(self.down.multiply(inner, tiles), shares, shared)
 

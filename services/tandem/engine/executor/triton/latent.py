@@ -52,7 +52,7 @@ class LatentAttention:
         assert weights is not None
         parts = [projected.shape[1] - sizes.kv_dim, sizes.kv_dim]
         queries, kv = torch.split(projected, parts, 1)
-        heads = self._heads(queries, weights, at)
+        heads = at.scaled(self._heads(queries, weights, at))
         layer_kv = at.kv.numbers
         rotated = rotate_and_store_latents(
             heads,

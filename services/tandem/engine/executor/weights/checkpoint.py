@@ -14,7 +14,6 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.quantized.tensors import Coded, join_parts
 from tandem.models.checkpoint.weight_shapes import EMBEDDING, OUTPUT
 from tandem.models.config.model import ModelConfig
-from tandem.models.config.text_part import names_in_model
 from tandem.models.files import naming
 from tandem.models.gguf.tensors import GgufBlocks, read_tensors
 
@@ -36,7 +35,7 @@ def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
     for file in files:
         with naming(file):
             stored = load_file(file)
-            names = names_in_model(stored, is_text_part=config.is_text_part)
+            names = config.names_of(stored)
             loaded = {own: stored[name] for own, name in names.items()}
         tensors |= loaded
         places |= dict.fromkeys(loaded, file)

@@ -72,6 +72,24 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputWeights:
+    """The weights with which a layer adds in the tokens' embeddings for this layer."""
+
+    gate: Linear  # [size of the embedding, hidden]
+    projection: Linear  # [hidden, size of the embedding]
+    norm: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerWeights:
+    """The weights of the embeddings that tokens have for each layer (`PerLayerInputs`)."""
+
+    embedding: torch.Tensor  # [vocab, layers * size]
+    projection: Linear  # [layers * size, hidden]
+    norm: torch.Tensor  # [size]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of a layer. Some model families add an offset, such as 1, to the weights of
     norms. In these families, the norms in this class include the offset and are in float32."""
@@ -90,6 +108,9 @@ class LayerWeights:
     # [heads]: one extra score in each head's softmax that belongs to no key; None: no sinks
     sinks: torch.Tensor | None = None
     latent: LatentWeights | None = None  # None: the layer has no latent attention
+    scalar: torch.Tensor | None = None  # [1], a factor on the layer's output; None: no factor
+    # None: tokens have no embeddings for layers.
+    layer_inputs: LayerInputWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +123,7 @@ class ModelWeights:
     output: torch.Tensor
     embedding_blocks: Quantized | None = None
     output_blocks: Quantized | None = None
+    per_layer: PerLayerWeights | None = None  # None: tokens have no embeddings for layers
     # The address ranges at which the checkpoint's files are mapped.
     pages: FilePages = field(default_factory=FilePages)
 

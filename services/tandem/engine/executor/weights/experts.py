@@ -28,7 +28,7 @@ def load_experts(
     return ExpertWeights(
         router=_router(tensors, names, layer),
         shared=shared,
-        correction=tensors.floats(correction) if experts.is_corrected else None,
+        correction=tensors.floats(correction).flatten() if experts.is_corrected else None,
         mlps=tuple(Mlp(gate_up, down[0]) for gate_up, down in zip(gate_ups, downs, strict=True)),
     )
 
@@ -56,6 +56,10 @@ def _products(
         gate_up = _gates_first(_of_gpt_oss(tensors, stacked[0], names.is_mxfp4))
         down = _of_gpt_oss(tensors, stacked[1], names.is_mxfp4)
         return _one_by_one(gate_up), _one_by_one(down)
+    if names.form == "llama4":
+        transposed = (tensors.tensor(name).transpose(1, 2).contiguous() for name in stacked)
+        gate_ups, downs = (_one_by_one(Linear(weight, None)) for weight in transposed)
+        return gate_ups, downs
     if names.is_stacked:
         gate_ups, downs = (_one_by_one(tensors.matrix(name)) for name in stacked)
         return gate_ups, downs

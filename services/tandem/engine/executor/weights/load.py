@@ -21,16 +21,19 @@ from tandem.engine.executor.weights.checkpoint import check_tied, map_files
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
     LatentWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     Mlp,
     ModelWeights,
+    PerLayerWeights,
     Quantized,
 )
 from tandem.engine.executor.weights.experts import load_experts
 from tandem.engine.executor.weights.released_memory import FilePages
 from tandem.engine.executor.weights.rotary_rows import (
     RotatedRows,
+    head_rows,
     query_rows,
     rotary_rows,
     token_products,
@@ -46,11 +49,20 @@ from tandem.engine.executor.weights.tensors_by_name import KeptFor, TensorsByNam
 from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.expert_names import ExpertNames
 from tandem.models.checkpoint.quantized.fp8 import Fp8
-from tandem.models.checkpoint.weight_shapes import EMBEDDING, FINAL_NORM, NORMS, OUTPUT
+from tandem.models.checkpoint.weight_shapes import (
+    EMBEDDING,
+    FINAL_NORM,
+    LAYER_EMBEDDING,
+    LAYER_NORM,
+    LAYER_PROJECTION,
+    NORMS,
+    OUTPUT,
+)
 from tandem.models.config.experts import Experts
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
+from tandem.models.config.rope import Rope
 from tandem.models.files import naming
 from tandem.models.gguf.tensors import GgufBlocks
 
@@ -113,6 +125,7 @@ def load_weights(
             final_norm=final_norm,
             output=output.weight,
             output_blocks=output.blocks,
+            per_layer=builder.per_layer(),
         )
     output = share_of_outputs(output, share)
     own = share.of(config.hidden_size)
@@ -226,26 +239,60 @@ class _Builder:
             field: self.norm(f"{name}.{stored}.weight")
             for field, stored in NORMS[self._config.norms].items()
         }
-        if self._config.qk_norm:
-            norms["q_norm"] = self.norm(f"{attention}.q_norm.weight")
-            norms["k_norm"] = self.norm(f"{attention}.k_norm.weight")
+        if self._config.qk_norm == "rotated_plain" and spec.rope.theta is not None:
+            norms["q_norm"] = norms["k_norm"] = self._tensors.ones(self._config.head_dim)
+        elif self._config.qk_norm and self._config.qk_norm != "rotated_plain":
+            norms["q_norm"] = self._head_norm(f"{attention}.q_norm.weight", spec.rope)
+            if spec.kv_source is None:
+                norms["k_norm"] = self._head_norm(f"{attention}.k_norm.weight", spec.rope)
         latent = None
         qkv: tuple[Linear, ...]
         if self._config.latent is not None:
             parts = token_products(self._config.latent)
             qkv = tuple(self._of_latent(f"{attention}.{part}", rows) for part, rows in parts)
             latent = self._latent(attention, self._config.latent)
-        elif self._config.is_fused:
-            qkv = (self._rotary_first(tensors.linear(f"{attention}.qkv_proj")),)
+        elif self._config.has_fused_qkv:
+            qkv = self._rotary_first((tensors.linear(f"{attention}.qkv_proj"),), spec)
         else:
-            qkv = tensors.joined(*(f"{attention}.{part}_proj" for part in "qkv"))
+            parts_of_layer = "qkk" if spec.values_are_keys else "qkv"
+            if spec.kv_source is not None:
+                parts_of_layer = "q"
+            own = tensors.joined(*(f"{attention}.{part}_proj" for part in parts_of_layer))
+            qkv = self._rotary_first(own, spec)
         return LayerWeights(
             qkv=qkv,
             attention_out=tensors.linear(f"{attention}.o_proj"),
-            sinks=tensors.tensor(f"{attention}.sinks") if self._config.has_sinks else None,
+            sinks=(
+                tensors.tensor(f"{attention}.sinks")
+                if self._config.has_sinks and not spec.lacks_sinks
+                else None
+            ),
             mlp=self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp"),
             latent=latent,
+            scalar=tensors.tensor(f"{name}.layer_scalar")
+            if self._config.has_layer_scalars
+            else None,
+            layer_inputs=self._layer_inputs(name),
             **norms,
+        )
+
+    def per_layer(self) -> PerLayerWeights | None:
+        """Returns the weights of the embeddings for each layer; None if there are none."""
+        if self._config.per_layer_inputs is None:
+            return None
+        return PerLayerWeights(
+            self._tensors.tensor(LAYER_EMBEDDING),
+            Linear(self._tensors.tensor(LAYER_PROJECTION), None),
+            self.norm(LAYER_NORM),
+        )
+
+    def _layer_inputs(self, name: str) -> LayerInputWeights | None:
+        if self._config.per_layer_inputs is None:
+            return None
+        return LayerInputWeights(
+            self._tensors.linear(f"{name}.per_layer_input_gate"),
+            self._tensors.linear(f"{name}.per_layer_projection"),
+            self.norm(f"{name}.post_per_layer_input_norm.weight"),
         )
 
     def norm(self, name: str) -> torch.Tensor:
@@ -277,7 +324,7 @@ class _Builder:
         )
 
     def _mlp(self, name: str) -> Mlp:
-        if self._config.is_fused:
+        if self._config.has_fused_mlp:
             gate_up: tuple[Linear, ...] = (self._tensors.linear(f"{name}.gate_up_proj"),)
         else:
             gate_up = self._tensors.joined(f"{name}.gate_proj", f"{name}.up_proj")
@@ -287,14 +334,35 @@ class _Builder:
         shared = self._mlp(f"{layer}.mlp.shared_experts") if experts.shared_inner else None
         return load_experts(self._tensors, self._names, layer, experts, shared)
 
-    def _rotary_first(self, qkv: Linear) -> Linear:
-        rows = rotary_rows(self._config)
-        if rows is None:
-            return qkv
-        bias = None if qkv.bias is None else qkv.bias[rows.to(qkv.bias.device)]
-        if qkv.blocks is not None:
-            return replace(qkv, bias=bias, blocks=qkv.blocks.in_order(rows))
-        return Linear(qkv.weight[rows.to(qkv.weight.device)], bias)
+    def _rotary_first(self, parts: tuple[Linear, ...], spec: LayerSpec) -> tuple[Linear, ...]:
+        """Returns the matrices with the rows of q, k and v in the order that the kernels expect.
+        `parts` are these three matrices, or one matrix with the rows of all three."""
+        orders = rotary_rows(self._config, spec)
+        if not orders:
+            return parts
+        if len(parts) == 1:
+            return (_with_rows(parts[0], orders["self_attn.qkv_proj"]),)
+        q, k, v = parts
+        return (
+            _with_rows(q, orders["self_attn.q_proj"]),
+            _with_rows(k, orders["self_attn.k_proj"]),
+            v,
+        )
+
+    def _head_norm(self, name: str, rope: Rope) -> torch.Tensor:
+        """Returns the weights of a norm of q or k, in the order of the elements of the heads."""
+        weight = self.norm(name)
+        if (of_head := head_rows(self._config, rope)) is None:
+            return weight
+        return weight.view(-1, self._config.head_dim)[:, of_head.to(weight.device)].flatten()
+
+
+def _with_rows(matrix: Linear, rows: torch.Tensor) -> Linear:
+    """Returns a matrix with the outputs `rows` of a matrix, in that order."""
+    bias = None if matrix.bias is None else matrix.bias[rows.to(matrix.bias.device)]
+    if matrix.blocks is not None:
+        return replace(matrix, bias=bias, blocks=matrix.blocks.in_order(rows))
+    return Linear(matrix.weight[rows.to(matrix.weight.device)], bias)
 
 
 def _keys_and_values(

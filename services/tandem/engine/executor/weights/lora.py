@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 Parts = tuple[LoraPart, ...]
 # Product of a decoder -> the names of its matrices. The outputs of the matrices are side by side in
-# the output of the product. `_FUSED` has the names for models that store the matrices of a product
-# as one matrix. In a layer with experts, the matrices of "gate_up" and "down" are those of the
-# shared MLP.
+# the output of the product. `_FUSED_QKV` and `_FUSED_MLP` have the names for models that store the
+# matrices of a product as one matrix. In a layer with experts, the matrices of "gate_up" and "down"
+# are those of the shared MLP.
 _PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "q_out": ("self_attn.q_b_proj",),
@@ -42,7 +42,8 @@ _PRODUCTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-_FUSED = {"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
+_FUSED_QKV = {"qkv": ("self_attn.qkv_proj",)}
+_FUSED_MLP = {"gate_up": ("mlp.gate_up_proj",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def make_layers(
     """Converts an adapter's tensors to the compute dtype and moves them to the device."""
     names = _names(config)
     widths = _widths(config)
-    order = rotary_rows(config)
+    orders = [rotary_rows(config, spec) for spec in config.layers]
     rotated = _rotated_rows(config)
 
     def factors(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -124,9 +125,7 @@ def make_layers(
                 short = short.replace("mlp.", SHARED_MLP)
             if (found := factors(f"model.layers.{layer}.{short}")) is not None:
                 a, b = found
-                # `order` is the new order of all rows of q, k and v. Only models that store q, k
-                # and v as one matrix have such an order, so B also has all rows of q, k and v.
-                if product == "qkv" and order is not None:
+                if (order := orders[layer].get(short)) is not None:
                     b = b[order]
                 elif short in rotated:
                     b = rotated[short].in_halves(b)
@@ -175,7 +174,8 @@ def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     if config.latent is not None:
         products = token_products(config.latent)
         return _PRODUCTS | {"qkv": tuple(f"self_attn.{name}" for name, _ in products)}
-    return _PRODUCTS | (_FUSED if config.is_fused else {})
+    fused = _FUSED_QKV if config.has_fused_qkv else {}
+    return _PRODUCTS | fused | (_FUSED_MLP if config.has_fused_mlp else {})
 
 
 def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:

@@ -8,30 +8,51 @@ from typing import NamedTuple
 import torch
 
 from tandem.models.config.latent import Latent
+from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
+from tandem.models.config.rope import Rope
 
 
-def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
-    """Returns the order in which the kernels expect the rows of q, k and v. Item i is the number of
-    the checkpoint's row that becomes row i. None: the kernels expect the checkpoint's order.
+def head_rows(config: ModelConfig, rope: Rope) -> torch.Tensor | None:
+    """Returns the order in which the kernels expect the elements of a query or key head. Item i is
+    the number of the checkpoint's element that becomes element i. None: the kernels expect the
+    checkpoint's order.
 
     Kernels rotate element i of a head with element i + D / 2, where D is the size of a head. If a
     model rotates only a part of each head, the rotated elements must come first in each half of the
     head. For example, if a head has 8 elements, and the checkpoint rotates element 0 with 2 and 1
-    with 3, the order is 0 1 4 5 2 3 6 7.
+    with 3, the order is 0 1 4 5 2 3 6 7. If it rotates element 0 with 1 and 2 with 3
+    (`has_rope_pairs`), the order is 0 2 4 5 1 3 6 7.
     """
     head_dim = config.head_dim
-    rotary_dim = config.layers[0].rope.rotary_dim(head_dim)
-    if rotary_dim == head_dim or config.latent is not None:
+    rotary_dim = rope.rotary_dim(head_dim)
+    is_whole = rotary_dim == head_dim and not config.has_rope_pairs
+    if is_whole or rope.theta is None or config.latent is not None:
         return None
     rotated = torch.arange(rotary_dim)
-    unrotated = torch.arange(rotary_dim, head_dim)
-    halves = zip(rotated.chunk(2), unrotated.chunk(2), strict=True)
-    of_head = torch.cat([torch.cat(parts) for parts in halves])
-    num_heads = config.num_attention_heads + config.num_kv_heads
-    rotated_rows = (torch.arange(num_heads).unsqueeze(1) * head_dim + of_head).flatten()
-    num_values = config.num_kv_heads * head_dim
-    return torch.cat((rotated_rows, len(rotated_rows) + torch.arange(num_values)))
+    halves = (rotated[::2], rotated[1::2]) if config.has_rope_pairs else rotated.chunk(2)
+    unrotated = torch.arange(rotary_dim, head_dim).view(2, -1)
+    return torch.cat([torch.cat(parts) for parts in zip(halves, unrotated, strict=True)])
+
+
+def rotary_rows(config: ModelConfig, spec: LayerSpec) -> dict[str, torch.Tensor]:
+    """Returns the order in which the kernels expect the rows of the matrices q, k and v, and of one
+    matrix with the rows of all three. Item i of an order is the number of the checkpoint's row that
+    becomes row i. A matrix is left out if the kernels expect the checkpoint's order."""
+    if (of_head := head_rows(config, spec.rope)) is None:
+        return {}
+    num_kv_heads = config.heads_of(spec).num_kv
+
+    def of_heads(num_heads: int) -> torch.Tensor:
+        return (torch.arange(num_heads).unsqueeze(1) * config.head_dim + of_head).flatten()
+
+    rotated = of_heads(config.num_attention_heads + num_kv_heads)
+    num_values = num_kv_heads * (config.value_dim or config.head_dim)
+    return {
+        "self_attn.qkv_proj": torch.cat((rotated, len(rotated) + torch.arange(num_values))),
+        "self_attn.q_proj": of_heads(config.num_attention_heads),
+        "self_attn.k_proj": of_heads(num_kv_heads),
+    }
 
 
 class RotatedRows(NamedTuple):

@@ -4,6 +4,8 @@ matrix                     what a rank has of it
 q, k, v                    the outputs of its own heads. If there are fewer KV heads than ranks,
                            several ranks have the same KV head.
 gate, up                   its share of the outputs, of each expert and of the shared MLP, too
+experts, with              its share of the experts, each of them whole
+`splits_experts`
 attention output, down     its share of the outputs; with `splits_inputs` its share of the inputs
 output (vocabulary)        its share of the outputs
 embedding                  its share of each token's elements; all of it if it is quantized
@@ -21,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from tandem.engine.cache.layout.rank_heads import RankHeads
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
     LatentWeights,
@@ -44,6 +47,7 @@ class Share(NamedTuple):
     # is the same sum for any number of ranks. True: the attention output and down matrices are
     # divided by inputs instead, and the ranks' products have to be added.
     splits_inputs: bool = False
+    splits_experts: bool = False  # True: a rank has some of the experts, False: a part of each
 
     def of(self, num: int) -> range:
         """Returns this rank's part of the numbers from 0 to before `num`."""
@@ -57,8 +61,7 @@ class Share(NamedTuple):
     def kv_heads(self, num: int) -> range:
         """Returns this rank's heads of a model with `num` KV heads. If there are fewer heads than
         ranks, it is one head, which other ranks have, too."""
-        first = num * self.rank // self.num_ranks
-        return range(first, first + max(1, num // self.num_ranks))
+        return RankHeads(num, self.num_ranks).of(self.rank)
 
     def config(self, model: ModelConfig) -> ModelConfig:
         """Returns the config of a model with only this rank's heads."""
@@ -155,9 +158,14 @@ def _mlp(mlp: Mlp, share: Share) -> Mlp:
 
 
 def _experts(weights: ExpertWeights, share: Share) -> ExpertWeights:
+    own = share.of(len(weights.mlps))
     return replace(
         weights,
-        mlps=tuple(_mlp(mlp, share) for mlp in weights.mlps),
+        mlps=(
+            weights.mlps[own.start : own.stop]
+            if share.splits_experts
+            else tuple(_mlp(mlp, share) for mlp in weights.mlps)
+        ),
         shared=None if weights.shared is None else _mlp(weights.shared, share),
     )
 

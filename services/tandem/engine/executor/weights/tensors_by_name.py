@@ -60,6 +60,10 @@ class TensorsByName:
             self._drop(name)
         return tensor
 
+    def ones(self, num: int) -> torch.Tensor:
+        """Returns `num` ones in the compute dtype."""
+        return torch.ones(num, dtype=self._dtype, device=self._device)
+
     def floats(self, name: str) -> torch.Tensor:
         return self.dense(name).to(device=self._device, dtype=torch.float32)
 

@@ -33,8 +33,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "smollm3": {},  # no rope
     "phi3-longrope": {"original_max_position_embeddings": 512},  # longrope, partial rope, fused
     "llama-llama3-tied": {},  # llama3's rope
+    "glm4": {},  # pairs of neighbours rotated in a part of each head
+    "ministral3": {"max_position_embeddings": 64},  # queries scaled by position
+    "ernie4.5-moe": {},  # softmaxes with a correction
 }
-OTHERS = ("deepseek-v2-groups", "deepseek-v3-halves", "mixtral", "qwen3-moe", "mistral-window")
+OTHERS = (
+    *("deepseek-v2-groups", "deepseek-v3-halves", "mixtral", "qwen3-moe", "mistral-window"),
+    *("olmo3", "glm", "glm4-moe", "glm4-moe-lite", "seed-oss", "ernie4.5", "hy-v3"),
+    *("minimax-m2", "exaone4", "mistral4"),
+)
 
 
 @pytest.mark.parametrize(

@@ -714,7 +714,7 @@ class HostIdentity(_message.Message):
     def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., uid: _Optional[int] = ..., cma: bool = ..., rdma: bool = ..., ipc_namespace: _Optional[str] = ..., tcp: bool = ..., gpus: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
-    __slots__ = ("worker_id", "epoch", "compatibility", "transports", "nixl_metadata", "pool", "host", "cuda_ipc_metadata")
+    __slots__ = ("worker_id", "epoch", "compatibility", "transports", "nixl_metadata", "pool", "host", "cuda_ipc_metadata", "other_ranks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
@@ -723,6 +723,7 @@ class ConnectResponse(_message.Message):
     POOL_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     CUDA_IPC_METADATA_FIELD_NUMBER: _ClassVar[int]
+    OTHER_RANKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     compatibility: KvCompatibility
@@ -731,7 +732,18 @@ class ConnectResponse(_message.Message):
     pool: bytes
     host: HostIdentity
     cuda_ipc_metadata: bytes
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., compatibility: _Optional[_Union[KvCompatibility, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., pool: _Optional[bytes] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ..., cuda_ipc_metadata: _Optional[bytes] = ...) -> None: ...
+    other_ranks: _containers.RepeatedCompositeFieldContainer[RankPool]
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., compatibility: _Optional[_Union[KvCompatibility, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., nixl_metadata: _Optional[bytes] = ..., pool: _Optional[bytes] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ..., cuda_ipc_metadata: _Optional[bytes] = ..., other_ranks: _Optional[_Iterable[_Union[RankPool, _Mapping]]] = ...) -> None: ...
+
+class RankPool(_message.Message):
+    __slots__ = ("nixl_metadata", "pool", "cuda_ipc_metadata")
+    NIXL_METADATA_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    CUDA_IPC_METADATA_FIELD_NUMBER: _ClassVar[int]
+    nixl_metadata: bytes
+    pool: bytes
+    cuda_ipc_metadata: bytes
+    def __init__(self, nixl_metadata: _Optional[bytes] = ..., pool: _Optional[bytes] = ..., cuda_ipc_metadata: _Optional[bytes] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)
