@@ -87,6 +87,7 @@ _CLOSE_MAX_S = 30.0
 # vLLM's name of an engine option -> Tandem's name
 _VLLM_OPTIONS = {
     "revision": "model_revision",
+    "model_impl": "model_impl",
     "kv_cache_dtype": "kv_dtype",
     "kv_cache_memory_bytes": "kv_bytes_max",
     "num_gpu_blocks_override": "num_blocks",
@@ -205,7 +206,9 @@ class LLM:
         self._answer_config = AnswerConfig(**answers)
         if config.model == BUILT_IN and not Path(BUILT_IN).exists() and built_in_file() is None:
             download_built_in()
-        self._folder = resolve(config.model, revision=config.model_revision)
+        self._folder = resolve(
+            config.model, revision=config.model_revision, model_impl=config.model_impl
+        )
         self._tokenizer = Tokenizer.of(self._folder)
         self._answers = ModelFormat(self._tokenizer, self._answer_config)
         self._compiler = GrammarCompiler.of(self._folder)
@@ -817,7 +820,7 @@ def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) ->
         )
     named = {_VLLM_OPTIONS.get(name, name): value for name, value in options.items()}
     named.pop("pipeline_parallel_size", None)
-    allowed = _ENGINE_OPTIONS | {"model_revision"}
+    allowed = _ENGINE_OPTIONS | {"model_revision", "model_impl"}
     if unknown := [name for name in named if name not in allowed]:
         own = sorted({*_VLLM_OPTIONS, *_ENGINE_OPTIONS - {*_VLLM_OPTIONS.values()}})
         raise ConfigError(

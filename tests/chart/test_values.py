@@ -30,7 +30,16 @@ from tests.harness.programs import parse_router, parse_worker, program_defaults
 # Set by the chart itself, from what it knows of the pod.
 CHART_SETS = {
     "worker": {
-        *("role", "model", "model-revision", "worker-id", "host", "port", "metrics-port"),
+        *(
+            "role",
+            "model",
+            "model-revision",
+            "model-impl",
+            "worker-id",
+            "host",
+            "port",
+            "metrics-port",
+        ),
         "start-deadline",
         "tls-dir",
     },
@@ -38,6 +47,7 @@ CHART_SETS = {
         *(
             "model",
             "model-revision",
+            "model-impl",
             "served-model-name",
             "host",
             "api",

@@ -9,6 +9,8 @@
 - --model-revision
 - {{ $root.Values.model.hub.revision | quote }}
 {{- end }}
+- --model-impl
+- {{ $root.Values.model.impl }}
 {{- with $root.Values.model.servedName }}
 - --served-model-name
 - {{ . | quote }}

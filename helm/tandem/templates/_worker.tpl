@@ -72,6 +72,8 @@ volumes:
 - --model-revision
 - {{ .root.Values.model.hub.revision | quote }}
 {{- end }}
+- --model-impl
+- {{ .root.Values.model.impl }}
 - --host
 - $(POD_IP)
 - --port

@@ -415,7 +415,7 @@ def _access(config: RouterConfig, ring: KeyRing, host: str, bodies: BodyBudget) 
 
 
 def _load(config: RouterConfig) -> LoadedModel:
-    folder = resolve(config.model, revision=config.model_revision)
+    folder = resolve(config.model, revision=config.model_revision, model_impl=config.model_impl)
     sampling = _sampling_defaults(config, folder.path / "generation_config.json")
     tokenizer = Tokenizer(folder.path)
     preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)

@@ -19,6 +19,8 @@ _LATENT_MULTIPLE = 16
 def check_settings(options: EngineOptions, model: ModelConfig) -> None:
     """Raises ConfigError naming the first setting that the model does not support."""
     max_context(options, model)
+    if model.implementation == "transformers" and (why := _why_not_transformers(options)):
+        raise ConfigError(f"{model.architecture} is computed through transformers: {why}")
     if options.kv_dtype != "auto" and (why := why_not_kv_dtype(model, options.kv_dtype)):
         raise ConfigError(why)
     if why := why_not_tensor_parallel(model, options.tensor_parallel):
@@ -48,6 +50,23 @@ def _why_not_expert_parallel(model: ModelConfig, options: EngineOptions) -> str:
         return "the model has no experts"
     if min(nums) < options.tensor_parallel:
         return f"the model has {min(nums)} experts for {options.tensor_parallel} ranks"
+    return ""
+
+
+def _why_not_transformers(options: EngineOptions) -> str:
+    """Returns why the transformers library cannot compute a model with these options, or ""."""
+    if options.tensor_parallel > 1:
+        return f"tensor-parallel is {options.tensor_parallel}; it must be 1"
+    if options.lora:
+        return "LoRA adapters are not supported; remove lora"
+    if options.weights != "auto":
+        return f"weights={options.weights} is not supported; it must be auto"
+    if options.numerics != "fast":
+        return f"numerics={options.numerics} is not supported; it must be fast"
+    if options.kernels not in ("auto", "torch"):
+        return f"kernels={options.kernels} is not supported; it must be auto or torch"
+    if options.kv_dtype == "int4":
+        return "the KV dtype int4 is not supported, because its calibration needs Tandem's decoders"
     return ""
 
 

@@ -105,6 +105,8 @@ def worker_need(
     is_stored = not (model.is_gguf or model.config.quantization or model.config.is_mxfp4)
     num_weights = model.num_weights if is_stored or model.is_gguf else num_parameters(model.config)
     shape = model.config
+    if shape.implementation == "transformers":
+        kernels = "torch"
     kernels = kernels or config.kernels
     if keeps_quantized(config, model, kernels):
         stored_bytes = sum(file.stat().st_size for file in model.weight_files)

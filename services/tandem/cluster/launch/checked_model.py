@@ -62,12 +62,13 @@ def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFold
 
 
 def _checked(options: LaunchOptions) -> ModelFolder:
-    model = resolve(options.model, revision=options.model_revision)
+    model = resolve(options.model, revision=options.model_revision, model_impl=options.model_impl)
     with ThreadPoolExecutor(1) as executor:
         # A child process checks the tokenizer's rules while this process checks everything else.
         checking_rules = executor.submit(check_file, model.path / "tokenizer.json")
         check_settings(options.engine, model.config)
-        check_weights(model.weight_files, model.config)
+        if model.config.implementation == "tandem":
+            check_weights(model.weight_files, model.config)
         if options.engine.kv_dtype == "fp8_e4m3":
             find_kv_scales(model.weight_files, model.config)
         Tokenizer.of(model)

@@ -19,7 +19,13 @@ from tandem.common.config.answers import AnswerConfig
 from tandem.common.config.autoscale import AutoscaleConfig, AutoscaleMode
 from tandem.common.config.cluster import API_KEY_VARIABLE, Pool
 from tandem.common.config.engine import EngineOptions
-from tandem.common.config.groups import MEASUREMENT, ModelName, ModelRevision, ServedModelName
+from tandem.common.config.groups import (
+    MEASUREMENT,
+    ModelImpl,
+    ModelName,
+    ModelRevision,
+    ServedModelName,
+)
 from tandem.common.config.router import AddressConfig, AdmissionOptions
 from tandem.common.config.tls import Kind, PublicTls
 from tandem.common.config.transfer import TransferConfig
@@ -69,6 +75,7 @@ class LaunchOptions(Options):
 
     model: Annotated[ModelName, Parameter(group=_CLUSTER)] = "smollm2"
     model_revision: Annotated[ModelRevision, Parameter(group=_CLUSTER)] = ""
+    model_impl: Annotated[ModelImpl, Parameter(group=_CLUSTER)] = "auto"
     served_model_name: Annotated[ServedModelName, Parameter(group=_CLUSTER)] = ""
     num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
     """Number of prefill workers. 2:gpu=H100 starts 2 on hosts with the label gpu=H100."""

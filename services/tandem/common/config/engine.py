@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter, Token
 
-from tandem.common.config.groups import ENGINE, MEASUREMENT, ModelName, ModelRevision
+from tandem.common.config.groups import ENGINE, MEASUREMENT, ModelImpl, ModelName, ModelRevision
 from tandem.common.kv_tiers import KV_TIERS
 from tandem.common.options import (
     Bounds,
@@ -279,6 +279,7 @@ class EngineConfig(EngineOptions):
 
     model: ModelName
     model_revision: ModelRevision = ""
+    model_impl: ModelImpl = "auto"
     # A token is forced if a grammar allows no other token at its position. After a sampled token,
     # up to this many forced tokens are appended in the same step. With more, the next step would
     # take longer and delay other sequences. The setting does not change which tokens are generated.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -33,6 +33,15 @@ ModelRevision = Annotated[
     Text,
     Parameter(
         help="Commit, tag or branch of a model on the hub. Only a commit never changes.",
+        group=PROCESS,
+    ),
+]
+ModelImpl = Annotated[
+    Literal["auto", "tandem", "transformers"],
+    Parameter(
+        help="Code that computes the model. tandem: Tandem's own decoders. transformers: the model "
+        "class of the transformers library, with Tandem's KV cache; slower. auto: transformers for "
+        "architectures that Tandem's decoders lack, if tandem-llm[transformers] is installed.",
         group=PROCESS,
     ),
 ]

@@ -18,6 +18,7 @@ from tandem.common.config.gateway import GatewayOptions
 from tandem.common.config.groups import (
     HTTP,
     REQUESTS,
+    ModelImpl,
     ModelName,
     ModelRevision,
     Own,
@@ -153,6 +154,7 @@ class RouterOptions(AdmissionOptions):
 
     model: ModelName
     model_revision: ModelRevision = ""
+    model_impl: ModelImpl = "auto"
     served_model_name: ServedModelName = ""
     host: Annotated[str, Own] = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""

@@ -32,6 +32,8 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     kernels were not built for this processor. With "auto", logs a warning if the choice is torch
     because the faster kernels cannot compute the model.
     """
+    if model.implementation == "transformers":
+        return "torch"
     fastest: Choice = "triton" if device.type == "cuda" else "native"
     chosen = fastest if config.kernels == "auto" else config.kernels
     if chosen == "native" and device.type == "cpu" and (reason := why_unusable()):

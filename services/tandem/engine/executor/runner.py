@@ -40,7 +40,7 @@ from tandem.engine.executor.ranks.members import Members
 from tandem.engine.executor.ranks.pool_bytes import RankPoolBytes
 from tandem.engine.executor.ranks.shared_memory import SharedMemoryCollectives
 from tandem.engine.executor.step_tokens import default_step_tokens
-from tandem.engine.executor.torch.steps import TorchSteps
+from tandem.engine.executor.torch.steps import DecoderSteps, TorchSteps
 from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
@@ -177,12 +177,16 @@ class ModelRunner:
         # `dtype_name` has a suffix, such as "+int8", for each choice that changes the bits of KV.
         # Workers with different `dtype_name` do not exchange blocks.
         form = "+int8" * int8 + "+blocks" * has_own_bits
+        is_library = model.implementation == "transformers"
+        form += "+transformers" * is_library
         self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
         self.tokens_per_step = default_step_tokens(self.device)
         self.why_no_budgets = ""
-        if kernels == "triton":
+        if is_library:
+            self.why_no_budgets = "the model is computed through transformers"
+        elif kernels == "triton":
             self.why_no_budgets = (
                 "the Triton kernels do not support KV budgets; the native and torch kernels do"
             )
@@ -256,22 +260,37 @@ class ModelRunner:
             )
         self._ranks = self._collectives(config)
         self._share = self._ranks.share
-        self._small: NativeDecoder | TorchSteps | TritonSteps
-        self._large: NativeDecoder | TorchSteps | TritonSteps
+        self._small: NativeDecoder | DecoderSteps | TritonSteps
+        self._large: NativeDecoder | DecoderSteps | TritonSteps
         # Name of the kernels, with the instruction set of native kernels, as in "native (avx512)".
         self.kernels_name: str = kernels
         self._triton: TritonSteps | None = None
         with self._explains("the weights were loaded"):
-            weights = load_weights(
-                folder.weight_files,
-                model,
-                dtype=_DTYPES[dtype_name],
-                device=self.device,
-                kept_for=kernels if keeps else "",
-                share=self._share,
-                on_progress=on_progress,
-            )
-            if kernels == "triton":
+            weights = None
+            if not is_library:
+                weights = load_weights(
+                    folder.weight_files,
+                    model,
+                    dtype=_DTYPES[dtype_name],
+                    device=self.device,
+                    kept_for=kernels if keeps else "",
+                    share=self._share,
+                    on_progress=on_progress,
+                )
+            if weights is None:
+                # Imported here because importing transformers takes seconds.
+                from tandem.engine.executor.transformers.steps import transformers_steps
+
+                self._small = self._large = transformers_steps(
+                    folder,
+                    model,
+                    block_size=config.block_size,
+                    dtype=self._dtype,
+                    device=self.device,
+                    on_progress=on_progress,
+                )
+                self.kernels_name = "torch (transformers)"
+            elif kernels == "triton":
                 # Imported here because Triton is not installed on every machine.
                 from tandem.engine.executor.triton.steps import TritonSteps
 
@@ -533,12 +552,12 @@ class ModelRunner:
 
     def _compute(
         self,
-        steps: NativeDecoder | TorchSteps | TritonSteps,
+        steps: NativeDecoder | DecoderSteps | TritonSteps,
         batch: StepBatch,
         pools: Sequence[Pool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        if isinstance(steps, TorchSteps | NativeDecoder):
+        if isinstance(steps, DecoderSteps | NativeDecoder):
             return steps.forward(batch, pools, on_kv_written)
         return steps.forward(batch, without_states(pools), on_kv_written)
 

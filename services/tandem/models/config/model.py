@@ -26,6 +26,7 @@ from tandem.models.config.rope import read_ropes
 from tandem.models.config.text_part import names_in_model, text_config
 
 Activation = Literal["silu", "gelu_tanh"]
+Implementation = Literal["tandem", "transformers"]
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -109,6 +110,9 @@ class ModelConfig:
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
     is_text_part: bool = False
+    # Code that computes the model. With "transformers" (from_transformers.py), the fields that only
+    # Tandem's own decoders use keep their defaults.
+    implementation: Implementation = "tandem"
 
     @property
     def num_layers(self) -> int:
@@ -237,7 +241,7 @@ class ModelConfig:
             ),
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
-            torch_dtype=_dtype(config),
+            torch_dtype=read_dtype(config),
             norms=family.norms,
             norm_offset=family.norm_offset,
             centers_norms=family.centers_norms,
@@ -469,7 +473,9 @@ def _cap(config: Mapping[str, Any], family: Family, name: str) -> float | None:
     return number(config, name, 0.0)
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
+def read_dtype(config: Mapping[str, Any]) -> str:
+    """Returns the dtype of the checkpoint's weights. Raises UnsupportedModel for other dtypes than
+    those of `_DTYPES`."""
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32")
     dtype = dtype.removeprefix("torch.")
     if dtype not in _DTYPES:

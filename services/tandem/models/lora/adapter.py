@@ -123,6 +123,11 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
     """
     if model.has_states:
         raise UnsupportedModel("LoRA adapters are not supported for models with linear attention")
+    if model.implementation == "transformers":
+        raise ConfigError(
+            f"{model.architecture} is computed through transformers, which does not support LoRA "
+            "adapters here"
+        )
     folder = Path(path).expanduser()
     file = folder / CONFIG_FILE
     if not file.is_file():

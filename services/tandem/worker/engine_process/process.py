@@ -105,7 +105,11 @@ class EngineProcess:
         Adds the duration of each phase to `load_ms`.
         """
         started = time.perf_counter()
-        folder = resolve(settings.engine.model, revision=settings.engine.model_revision)
+        folder = resolve(
+            settings.engine.model,
+            revision=settings.engine.model_revision,
+            model_impl=settings.engine.model_impl,
+        )
         load_ms["resolve"] = _ms_since(started)
         started = time.perf_counter()
         with _telling(settings.transfers_address) as tell:

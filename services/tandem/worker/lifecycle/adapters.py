@@ -112,7 +112,9 @@ class NamedAdapters:
                 "--max-loras of at least 1"
             )
         if self._model is None:
-            self._model = resolve(config.model, revision=config.model_revision).config
+            self._model = resolve(
+                config.model, revision=config.model_revision, model_impl=config.model_impl
+            ).config
         with hang_limit(READ_DEADLINE_S):
             folder = open_lora(path, self._model, rank_max=config.max_lora_rank)
             return folder.digest(), folder.rank

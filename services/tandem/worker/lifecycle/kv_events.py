@@ -137,7 +137,12 @@ class KvEvents:
         model = config.events.kv_events_model
         if not model:
             engine = config.engine
-            folder = await asyncio.to_thread(resolve, engine.model, revision=engine.model_revision)
+            folder = await asyncio.to_thread(
+                resolve,
+                engine.model,
+                revision=engine.model_revision,
+                model_impl=engine.model_impl,
+            )
             model = folder.name  # the model's name in the routers' API
         return cls(config, model)
 

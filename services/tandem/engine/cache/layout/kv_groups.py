@@ -148,8 +148,8 @@ class KvLayout:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads in a block of the first group. Other groups may have another number: state groups,
-        and groups with windows if one rank has all heads."""
+        """KV heads in a block of the first group. State groups have another number, and groups with
+        a window may have one if a single rank has all heads."""
         return self.groups[0].layout.num_kv_heads
 
     @property

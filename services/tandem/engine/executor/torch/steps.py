@@ -2,34 +2,44 @@
 invariant numerics."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.torch.decoder import Decoder
-from tandem.engine.executor.torch.inputs import make_step_inputs
+from tandem.engine.executor.torch.inputs import StepInputs, make_step_inputs
 from tandem.engine.executor.torch.lora import StepLora
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.config.model import ModelConfig
-from tandem_kernels.dispatch import kernels_for
+from tandem_kernels.dispatch import Kernels, kernels_for
 from tandem_kernels.logprobs import logprobs
 from tandem_kernels.sampling import Draw, sample
 from tandem_kernels.state_pool import Pool
 
 
-class TorchSteps:
-    def __init__(
+class StepDecoder(Protocol):
+    """A model's layers. `Decoder` documents the members."""
+
+    final_hidden: torch.Tensor
+
+    def forward(
         self,
-        config: ModelConfig,
-        weights: ModelWeights,
-        numerics: str,
-        ranks: Collectives = ALONE,
-    ) -> None:
-        """`weights` is the share of one of `ranks`. All ranks compute the same steps."""
-        self._kernels = kernels_for(weights.device.type, numerics)
-        self._decoder = Decoder(config, weights, self._kernels, ranks)
+        inputs: StepInputs,
+        pools: Sequence[Pool],
+        lora: StepLora,
+        on_kv_written: Callable[[], object] | None = None,
+    ) -> torch.Tensor: ...
+
+
+class DecoderSteps:
+    """Computes the steps of a decoder whose tensors torch computes."""
+
+    def __init__(self, decoder: StepDecoder, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._decoder = decoder
         self._adapters: dict[str, LoraWeights] = {}
 
     def add_adapter(self, weights: LoraWeights) -> None:
@@ -87,3 +97,18 @@ class TorchSteps:
         for shares in inputs.shares:
             shares.finish()
         return logits
+
+
+class TorchSteps(DecoderSteps):
+    """Computes the steps of Tandem's own decoder."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        numerics: str,
+        ranks: Collectives = ALONE,
+    ) -> None:
+        """`weights` is the share of one of `ranks`. All ranks compute the same steps."""
+        kernels = kernels_for(weights.device.type, numerics)
+        super().__init__(Decoder(config, weights, kernels, ranks), kernels)
