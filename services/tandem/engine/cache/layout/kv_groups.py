@@ -117,16 +117,13 @@ class KvLayout:
     def of_rank(self, num_ranks: int) -> KvLayout:
         """Returns the layout of one rank's pools, if `num_ranks` ranks have a pool each with some
         of the heads. Raises Incompatible if the heads cannot be divided among the ranks."""
+        per_rank = [
+            RankHeads(group.layout.num_kv_heads, num_ranks).per_rank for group in self.groups
+        ]
         return KvLayout(
             tuple(
-                replace(
-                    group,
-                    layout=replace(
-                        group.layout,
-                        num_kv_heads=RankHeads(group.layout.num_kv_heads, num_ranks).per_rank,
-                    ),
-                )
-                for group in self.groups
+                replace(group, layout=replace(group.layout, num_kv_heads=num_heads))
+                for group, num_heads in zip(self.groups, per_rank, strict=True)
             )
         )
 
@@ -148,7 +145,8 @@ class KvLayout:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads in a block of the first group. State groups have another number of heads."""
+        """KV heads in a block of the first group. Other groups may have another number only if one
+        rank has all heads."""
         return self.groups[0].layout.num_kv_heads
 
     @property
