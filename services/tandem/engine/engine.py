@@ -249,8 +249,8 @@ class Engine:
             check_own(sequence_id, own, unsafe_blocks)
             if not is_short and not self._kv.replace(sequence.tables, unsafe_blocks):
                 raise QueueFull(
-                    "an abandoned pull may still write some blocks of the sequence, and the KV "
-                    "pool has too few free blocks to replace them; try again"
+                    "a pull that was given up may still write to blocks of this request, and the "
+                    "KV pool has too few free blocks to replace these blocks; try again"
                 )
         except TandemError:
             self._drop(sequence, unsafe_blocks)

@@ -110,9 +110,7 @@ class PeerBlocks:
         """
         chain = self._chains.get(sequence_id)
         if chain is None or not chain.is_imported:
-            raise InternalError(
-                f"no import of KV blocks with the id {sequence_id} is under way on this engine"
-            )
+            raise InternalError(f"this engine runs no import {sequence_id} of KV blocks")
         num_cached = chain.num_cached_blocks
         num_held = len(chain.block_hashes)
         try:

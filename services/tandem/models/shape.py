@@ -24,7 +24,9 @@ def read_shape(model: str, *, revision: str = "") -> ModelConfig:
     path = Path(model).expanduser()
     if model == BUILT_IN and not path.exists():
         if (file := built_in_file()) is None:
-            raise ConfigError("the built-in model is not on this machine: `tandem up` downloads it")
+            raise ConfigError(
+                "the built-in model is not on this machine; run `tandem up` once to download it"
+            )
         return gguf_config(file)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():

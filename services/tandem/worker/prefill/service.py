@@ -316,7 +316,7 @@ def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
     if task.cancelled() or (error := task.exception()) is None:
         return
     log.error(
-        "the prefill under lease %s failed unexpectedly",
+        "an unexpected error ended the prefill of lease %s",
         lease.lease_id,
         exc_info=error,
         extra=about(lease.lease_id),
