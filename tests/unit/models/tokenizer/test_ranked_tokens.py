@@ -288,7 +288,10 @@ def test_what_cannot_be_read_is_named(ranked: list[bytes], tmp_path: Path) -> No
             {"vocab": [{"rank": 7}] * 1000},
             "entry 0 of vocab is .*; it must be an object whose rank is 0",
         ),
-        ({"special_tokens": [5]}, "special_tokens has the entry 5; .* rank, an integer from 0 to 29"),
+        (
+            {"special_tokens": [5]},
+            "special_tokens has the entry 5; .* rank, an integer from 0 to 29",
+        ),
     ):
         (folder / "tekken.json").write_text(json.dumps(whole | changed))
         with pytest.raises(ConfigError, match=message) as raised:
