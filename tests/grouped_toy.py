@@ -2,27 +2,43 @@
 oracle of its tokens.
 
 A token's KV in a group is a digest of the token and of the KV that its window in that group
-includes. Tokens depend on the KV of all groups, so an error in any group changes all later tokens.
+includes. In a state group, it is a digest of the token and of the state, and becomes the state.
+Tokens depend on the KV of all groups, so an error in any group changes all later tokens.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from tandem.common.config.engine import EngineConfig
 from tandem.common.kv_budget import KvBudget, VisibleKeys
+from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
+from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.engine.engine import Engine
 from tandem.engine.scheduler.batch import SequenceSlice
 from tandem.engine.tiers.io_thread import IoThread, JobThread
+from tandem.models.config.linear_attention import GatedDelta
 from tests.toy_runner import ToyRunner, attend, logits_of
 
-Windows = tuple[int | None, ...]
+STATE = "state"
+Windows = tuple[int | Literal["state"] | None, ...]  # "state": a state group; these come last
+_DELTA = GatedDelta(num_key_heads=1, num_value_heads=1, key_dim=1, value_dim=2, kernel=2)
+
+
+@dataclass(frozen=True, slots=True)
+class StatesInTwoPieces(StateLayout):
+    """A slot of two parts, each of which is transferred as a piece."""
+
+    @property
+    def num_pieces(self) -> int:
+        return 2
 
 
 def seen_before(position: int, window: int | None, visible: VisibleKeys | None) -> list[int]:
@@ -34,11 +50,16 @@ def seen_before(position: int, window: int | None, visible: VisibleKeys | None) 
 
 
 def group_values(
-    token_ids: Sequence[int], window: int | None, visible: VisibleKeys | None = None
+    token_ids: Sequence[int],
+    window: int | Literal["state"] | None,
+    visible: VisibleKeys | None = None,
 ) -> list[int]:
-    """Computes the KV of the tokens in one group."""
+    """Computes the KV of the tokens in one group, or the states after them."""
     values: list[int] = []
     for position, token_id in enumerate(token_ids):
+        if window == STATE:
+            values.append(attend(values[-1:], token_id))
+            continue
         seen = seen_before(position, window, visible)
         values.append(attend([values[j] for j in seen], token_id))
     return values
@@ -81,20 +102,30 @@ class GroupedToyRunner(ToyRunner):
         """Blocks have the size of `kv_dtype`, and the KV is in their last bytes."""
         super().__init__(block_size=block_size, max_model_len=max_model_len)
         self.windows = windows
+        if STATE in windows:
+            self.why_no_budgets = "the toy has states"
         self.kv_dtype_name = kv_dtype
 
     def layout(self, *num_blocks: int) -> KvLayout:
         sizes = num_blocks or [1] * len(self.windows)
         return KvLayout(
             tuple(
-                KvGroup(
-                    tuple(range(10 * number, 11 * number + 1)),
-                    window,
-                    BlockLayout(size, 1, number + 1, self.block_size, 1, self.kv_dtype_name),
-                )
-                for number, (window, size) in enumerate(zip(self.windows, sizes, strict=True))
+                self._group(number, *each)
+                for number, each in enumerate(zip(self.windows, sizes, strict=True))
             )
         )
+
+    def _group(
+        self, number: int, window: int | Literal["state"] | None, num_blocks: int
+    ) -> KvGroup:
+        layers = tuple(range(10 * number, 11 * number + 1))
+        if window == STATE:
+            states = StatesInTwoPieces.of(
+                _DELTA, num_slots=num_blocks, num_layers=2, block_size=self.block_size
+            )
+            return KvGroup(layers, self.block_size + 1, states)
+        layout = BlockLayout(num_blocks, 1, number + 1, self.block_size, 1, self.kv_dtype_name)
+        return KvGroup(layers, window, layout)
 
     def allocate(self, *num_blocks: int) -> None:
         layout = self.layout(*num_blocks)
@@ -102,8 +133,10 @@ class GroupedToyRunner(ToyRunner):
         self.kv = torch.full((layout.pool_bytes // 4,), -1.0)
         parts = torch.split(self.kv, [group.layout.pool_bytes // 4 for group in layout.groups])
         self.pools = [
-            part.view(num, -1)[:, -size:].unflatten(1, (2, self.block_size))
-            for part, num in zip(parts, num_blocks, strict=True)
+            part.view(num, -1)[:, :2]
+            if window == STATE
+            else part.view(num, -1)[:, -size:].unflatten(1, (2, self.block_size))
+            for part, num, window in zip(parts, num_blocks, self.windows, strict=True)
         ]
 
     def blocks(self, group: int, block_ids: Sequence[int]) -> list[list[int]]:
@@ -128,6 +161,9 @@ class GroupedToyRunner(ToyRunner):
             for pool, table, window in zip(
                 self.pools, piece.block_tables, self.windows, strict=True
             ):
+                if window == STATE:
+                    of_groups.append(self._advance_state(pool[table[0]], position, token_id))
+                    continue
                 places = seen_before(position, window, piece.visible)
                 seen = [self._get(pool, table, place) for place in places]
                 of_groups.append(attend(seen, token_id))
@@ -137,6 +173,12 @@ class GroupedToyRunner(ToyRunner):
                 ).float()
             values.append(_mixed(of_groups))
         return values
+
+    def _advance_state(self, slot: torch.Tensor, position: int, token_id: int) -> int:
+        high, low = slot.long().tolist()
+        value = attend([(high << 16) + low] if position else [], token_id)
+        slot[:] = torch.tensor([value >> 16, value & 0xFFFF]).float()
+        return value
 
     def _get(self, pool: torch.Tensor, table: Sequence[int], position: int) -> int:
         block, offset = self._slot(table, position)
@@ -166,7 +208,10 @@ def make_grouped_engine(
     config = EngineConfig(
         model="toy", block_size=block_size, num_blocks=num_blocks, itl_target_s=0.0, **settings
     )
-    return Engine(config, runner, "toy", start_thread=start_thread), runner
+    engine = Engine(config, runner, "toy", start_thread=start_thread)
+    if STATE in windows:  # the states of short sequences are frozen, too
+        engine._new_sequences._checkpoints = Checkpoints(block_size, 2 * block_size)
+    return engine, runner
 
 
 def _mixed(values: Sequence[int]) -> int:

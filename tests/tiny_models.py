@@ -69,10 +69,16 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -131,6 +137,21 @@ _EXPERTS = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 44,
     "first_k_dense_replace": 1,
+}
+_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 32,
+}
+_SHARED_EXPERT = {
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+    "shared_expert_intermediate_size": 52,
 }
 _NO_PAD = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 _GEMMA = {
@@ -192,6 +213,17 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "sliding_window": 40,
         },
     ),
+    "qwen3-next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        _DELTA | _SHARED_EXPERT | {"mlp_only_layers": [1]},
+    ),
+    "qwen3.5": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        _DELTA | {"tie_word_embeddings": True},
+    ),
+    "qwen3.5-moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, _DELTA | _SHARED_EXPERT),
     "gpt-oss": (
         GptOssForCausalLM,
         GptOssConfig,
@@ -538,6 +570,12 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
     ),
 }
 FAMILIES = tuple(_FAMILIES)
+# Checkpoints whose layers are all of kinds that other checkpoints have, too. Longer tests leave
+# them to the long form.
+KNOWN_KINDS = (
+    *("olmo3", "glm", "glm4-moe", "glm4-moe-lite", "minimax-m2", "seed-oss", "exaone4"),
+    *("ernie4.5", "hy-v3", "mistral4", "hunyuan-moe", "gemma4-keys"),
+)
 
 
 def families_of(architecture: str) -> list[str]:
@@ -561,6 +599,9 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2 + name.endswith("layer_scalar"))
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # exp(-8) per token: a state lasts thousands of tokens
+                parameter.sub_(8.0)
     model.save_pretrained(path)
     (path / "tokenizer.json").write_text(character_tokenizer().to_str())
     return read_folder(path), model

@@ -62,6 +62,10 @@ def _attention(family: Family) -> str:
         "pattern": f"a window, but for the last of each {family.pattern} layers",
     }
     words = ["latent" if family.is_latent else parts[family.windows]]
+    if family.linear:
+        words = ["Gated DeltaNet, full in some layers"]
+    if family.has_attention_gates:
+        words.append("gates on the output of full attention")
     if family.has_gemma4_layers:
         words.append(
             "other heads in layers without a window; KV of earlier layers in the last ones"
@@ -127,6 +131,8 @@ def _mlp(family: Family) -> str:
     words = [layers[family.expert_layers] if family.experts else "dense"]
     if "n_shared_experts" in family.defaults:
         words[0] += " beside a shared MLP"
+    if family.has_shared_gate:
+        words[0] += " beside a shared MLP with a gate"
     if family.experts == "gpt_oss":
         words[0] += " with biases, also in MXFP4"
     if family.is_corrected:

@@ -21,6 +21,11 @@ from tandem_kernels.linear import (
     linear_of_heads,
     linear_of_heads_invariant,
 )
+from tandem_kernels.linear_attention import (
+    StateSpan,
+    gated_delta_rule,
+    gated_delta_rule_recurrent,
+)
 from tandem_kernels.norm import rms_norm
 from tandem_kernels.rope import rotate
 
@@ -53,6 +58,19 @@ class MakeAttention(Protocol):
     ) -> Attention: ...
 
 
+class DeltaRule(Protocol):
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        states: torch.Tensor,
+        spans: Sequence[StateSpan],
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The operations for one device and numerics mode."""
@@ -63,6 +81,7 @@ class Kernels:
     attention: MakeAttention
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     rotate: Callable[[torch.Tensor, Angles], torch.Tensor]
+    gated_delta_rule: DeltaRule
 
 
 def kernels_for(device_type: str, numerics: str) -> Kernels:
@@ -78,5 +97,6 @@ def kernels_for(device_type: str, numerics: str) -> Kernels:
             InvariantPagedAttention,
             rms_norm,
             rotate,
+            gated_delta_rule_recurrent,
         )
-    return Kernels(1, linear, linear_of_heads, PagedAttention, rms_norm, rotate)
+    return Kernels(1, linear, linear_of_heads, PagedAttention, rms_norm, rotate, gated_delta_rule)

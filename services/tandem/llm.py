@@ -759,7 +759,8 @@ class _EngineThread:
                     self._deliver(engine.step())
         except BaseException as error:
             log.exception(
-                "the engine of this LLM failed; its unfinished requests end with an error"
+                "the engine of this LLM failed: all its requests end with an error, and it accepts "
+                "no more; create a new LLM"
             )
             reason = f"the engine of this LLM failed: {self._rank_end or repr(error)}"
         finally:
@@ -814,7 +815,7 @@ def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) ->
     option."""
     if options.get("pipeline_parallel_size", 1) != 1:
         raise ConfigError(
-            "pipeline parallelism is not supported, so no device can have only some layers; "
+            "pipeline parallelism (each device has only some layers) is not supported; "
             "use tensor_parallel_size, which divides each layer among processes"
         )
     named = {_VLLM_OPTIONS.get(name, name): value for name, value in options.items()}

@@ -155,7 +155,7 @@ def elliptic() -> ec.EllipticCurvePrivateKey:
 @pytest.mark.parametrize(
     ("key", "why"),
     [
-        (lambda: key_of(rsa.generate_private_key(65537, 2048)), "not an elliptic-curve key"),
+        (lambda: key_of(rsa.generate_private_key(65537, 2048)), "must be an elliptic-curve key"),
         (lambda: key_of(elliptic(), b"secret"), "encrypted"),
         (lambda: key_of(elliptic()), "does not match its key"),
         (lambda: b"no key", "PEM"),

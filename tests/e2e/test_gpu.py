@@ -90,6 +90,35 @@ async def test_blocks_that_left_the_device_come_back_from_the_host(
         cluster.wait_idle()
 
 
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nixl", "grpc"])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+async def test_ranks_with_a_pool_each_exchange_blocks_with_one_rank(
+    prefill: int,
+    decode: int,
+    transport: str,
+    model: tuple[Path, list[list[int]]],
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+) -> None:
+    """The ranks share the GPU."""
+    cluster = LocalCluster(redis_server, tmp_path, str(model[0]))
+    cluster.options = (*cluster.options, *OPTIONS, "--transport", transport)
+    cluster.options += ("--local-prefill-max-tokens", "0", "--verify-blocks", "all")
+    try:
+        cluster.start_router()
+        for role, num_ranks in (("prefill", prefill), ("decode", decode)):
+            ranks = ("--tensor-parallel", str(num_ranks), "--ranks-share-gpu")
+            cluster.start_worker(f"{role}-0", role, *(ranks if num_ranks > 1 else ()))
+        cluster.wait_ready()
+        for prompt, expected in zip(PROMPTS, model[1], strict=True):
+            assert await ask(cluster, prompt) == expected
+        assert metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+        cluster.wait_idle()
+    finally:
+        cluster.close()
+
+
 async def ask(cluster: LocalCluster, prompt: list[int]) -> list[int]:
     (answer,) = await complete_all(cluster, [prompt], max_tokens=NUM_TOKENS)
     return answer.token_ids

@@ -21,6 +21,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tandem import LLM, SamplingParams
@@ -35,8 +37,8 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json
 def make_random_model(folder: Path, family: str = "llama", **more: Any) -> PreTrainedModel:
     """Saves a model and returns transformers' version of it: a Llama; a Mistral with WINDOW in all
     layers; a gpt-oss with WINDOW in every second layer; a Gemma 3 with WINDOW in two of three
-    layers; or a DeepSeek V3 without windows, which stores latents. `more` are settings of its
-    config."""
+    layers; a DeepSeek V3 without windows, which stores latents; or a Qwen3-Next with states in two
+    of three layers, which last for thousands of tokens. `more` are settings of its config."""
     source = resolve("smollm2").path
     config = json.loads((source / "config.json").read_text())
     torch.manual_seed(3)
@@ -44,7 +46,7 @@ def make_random_model(folder: Path, family: str = "llama", **more: Any) -> PreTr
         "vocab_size": config["vocab_size"],
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 3 if family == "gemma3" else 2,
+        "num_hidden_layers": 3 if family in ("gemma3", "qwen3_next") else 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,
@@ -55,6 +57,9 @@ def make_random_model(folder: Path, family: str = "llama", **more: Any) -> PreTr
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(8.0)
     model.save_pretrained(folder)
     for name in _TOKENIZER:
         if (source / name).is_file():
@@ -102,6 +107,22 @@ def _make(family: str, sizes: dict[str, Any]) -> PreTrainedModel:
             "first_k_dense_replace": 1,
         }
         return DeepseekV3ForCausalLM(DeepseekV3Config(**(sizes | latent | heads | experts)))
+    if family == "qwen3_next":
+        experts = {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+        }
+        linear = {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,  # a slot has more than 1 MiB, so it has two pieces
+            "head_dim": 16,
+        }
+        return Qwen3NextForCausalLM(Qwen3NextConfig(**(sizes | experts | linear)))
     config = Gemma3TextConfig(
         **sizes,
         head_dim=16,

@@ -425,7 +425,7 @@ def test_the_screen_and_the_status_name_cause_effect_and_remedy_within_3_s(up: U
     (server,) = up.pids("valkey-server")
     os.kill(server, signal.SIGKILL)
     wait_until(
-        lambda: _shows(up, "Redis ended and is started again at the same address; until then"),
+        lambda: _shows(up, "Redis ended and is being started again at the same address; until it"),
         NAMED_WITHIN_S,
     )
     wait_until(lambda: _headline(up).startswith("All is well"), 60)

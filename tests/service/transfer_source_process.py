@@ -46,9 +46,7 @@ class Producer(WorkerServicer):
     def __init__(self, memory: Any) -> None:
         self.leases = Leases(TransferConfig(), num_blocks=layout().num_blocks)
         owner: Any = SimpleNamespace(pool=MappedPool(memory, layout().spans))
-        self._blocks = BlockServer(
-            owner, self.leases.lent, lambda num_bytes: None, block_bytes=layout().block_bytes
-        )
+        self._blocks = BlockServer(owner, self.leases.lent, lambda num_bytes: None)
 
     async def Prefill(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.PrefillCommand], context: Any

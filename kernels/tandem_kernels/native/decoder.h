@@ -111,6 +111,9 @@ struct Experts {  // the experts of a layer, which all have one shape, and their
     int32_t weighs_inputs;
     int32_t num_groups, top_groups;  // experts are chosen in the `top_groups` best groups; 0: all
     float scale;                     // factor on the weights
+    // [hidden]: the weights of the shared MLP's gate, times those of the norm before the MLP. null:
+    // the shared MLP has no gate.
+    const float* shared_gate;
 };
 
 struct Latent {  // see latent.h
@@ -121,6 +124,13 @@ struct Latent {  // see latent.h
     const Matrix* values;  // per head [value, kv rank]
     int32_t kv_rank, rope, plain, value;
     float norm_eps;
+};
+
+struct Delta {  // see delta.h
+    const float *q_taps, *k_taps, *v_taps;  // [num_taps][channels of q, k or v]
+    const float *a_log, *dt_bias;           // [v heads]
+    const float* norm;                      // [value_dim]
+    int32_t num_k_heads, num_v_heads, key_dim, value_dim, num_taps;
 };
 
 struct Layer {  // Norms that the model does not have are null.
@@ -142,6 +152,9 @@ struct Layer {  // Norms that the model does not have are null.
     int32_t window;
     int32_t group;   // index of the layer's KV group
     int32_t place;   // index of the layer among the layers of this KV group
+    // true: the last outputs of `qkv` are gates on attention's output, [heads * head_dim]
+    int32_t has_gates;
+    const Delta* delta;  // null: attention; otherwise the layer has states in place of KV
 };
 
 struct Model {
@@ -176,7 +189,9 @@ struct Span {  // the tokens that a step computes for a sequence: the last ones 
 };
 
 struct KvGroup {  // the pool of some layers, and the slots and block tables in this pool
-    void* kv;             // [num_blocks][kv heads][layers] parts: see kv_part.h
+    // [num_blocks][kv heads][layers] parts: see kv_part.h. In a state group a part is the matrix of
+    // a head, and then the last inputs of its convolution.
+    void* kv;
     const int32_t* slots;         // [rows]: block id * block size + offset in the block
     // The block tables of all spans, one after the other. Entries before a window are not read.
     const int32_t* block_tables;
@@ -271,6 +286,7 @@ struct Entry {
     void (*measure)(const float* logits, int vocab, const Measure&, int num_threads);
     void (*convolve)(const Convolution&, const Team&);
     void (*scan_states)(const StateScan&, const Team&);
+    void (*norm_gated)(const GatedNorm&, const Team&);
 };
 
 #if defined(__x86_64__)

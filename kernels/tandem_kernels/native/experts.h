@@ -248,6 +248,16 @@ inline void share_mlp(const Model& model, int index, const Step& step, const Row
     rows.laps->end(DOWN, team.own_thread);
 }
 
+// Multiplies the output of the shared expert in `delta` by the sigmoid of its gate.
+// `gate` [hidden] has the gate's weights, multiplied by those of the norm before the MLP.
+inline void gate_shared(const Model& model, const float* gate, const float* hidden, float* delta) {
+    const int num = model.hidden;
+    float logit = 0.0f;
+    for (int i = 0; i < num; ++i) logit += hidden[i] * gate[i];
+    const float factor = sigmoid(logit * norm_scale(hidden, num, model.norm_eps));
+    for (int i = 0; i < num; ++i) delta[i] *= factor;
+}
+
 // Writes a normalized row times a weight.
 inline void weighted_row(const Model& model, const Layer& layer, const float* x, float weight,
                          const InputRow& to) {
@@ -289,7 +299,10 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
     rows.laps->end(DOWN, team.own_thread);
     team.each(step.num_rows, [&](int row) {
         float* delta = rows.delta + row * hidden;
-        if (!has_shared) std::fill(delta, delta + hidden, 0.0f);
+        if (!has_shared)
+            std::fill(delta, delta + hidden, 0.0f);
+        else if (experts.shared_gate != nullptr)
+            gate_shared(model, experts.shared_gate, rows.hidden + row * hidden, delta);
         for (int i = row * top_k; i < (row + 1) * top_k; ++i) {
             const Chosen& chosen = routing.chosen[i];
             const float* part = parts + chosen.place * hidden;

@@ -256,6 +256,8 @@ struct Rows {  // buffers of a step, shared by all threads
     Routing routing;
     Laps* laps;
     StepLora lora;
+    const StateSpan* state_spans;
+    int num_state_spans;
 };
 
 }  // namespace tandem::TANDEM_ISA
@@ -266,9 +268,17 @@ namespace tandem::TANDEM_ISA {
 
 // Returns the size of a row in `projected`.
 inline size_t projected_width(const Model& model, const Layer& layer) {
-    if (layer.latent != nullptr) return layer.qkv.out;
+    if (layer.latent != nullptr || layer.delta != nullptr || layer.has_gates) return layer.qkv.out;
     return static_cast<size_t>(model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
 }
+
+}  // namespace tandem::TANDEM_ISA
+
+#include "state_functions.h"
+
+#include "delta.h"
+
+namespace tandem::TANDEM_ISA {
 
 // Computes a layer up to attention: normalizes the rows, projects them, rotates Q and K, and stores
 // K and V. The queries are then in `projected`, or with latent attention in `queries`.
@@ -278,7 +288,7 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     const size_t width = projected_width(model, layer);
     const Inputs normed = inputs_of(layer.qkv, rows.input, step.num_rows, rows.rounded);
     team.each(step.num_rows, [&](int row) {
-        if (step.num_rows <= kRowsToFetch) {
+        if (step.num_rows <= kRowsToFetch && layer.delta == nullptr) {
             by_kv_kind(step, [&](auto kept) {
                 for (int h = 0; h < model.num_kv_heads; ++h)
                     Place<decltype(kept)>(model, step, index, row, h).fetch(model);
@@ -294,6 +304,7 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     add_lora(rows.lora, index, &LoraLayer::qkv, normed, projected, team);
     rows.laps->end(QKV, team.own_thread);
     if (layer.latent != nullptr) return place_latent(model, step, index, rows, team);
+    if (layer.delta != nullptr) return place_delta(model, step, index, rows, team);
     team.each(step.num_rows, [&](int row) {
         float* heads = rows.projected + row * width;
         by_kv_kind(step, [&](auto kept) {
@@ -417,12 +428,15 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
     Inputs attended =
         is_latent ? attended_latents(model, step, rows)
                   : inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
-    team.each_in_turn(items.size(), [&](size_t i) {
-        const Item& next = items[i + team.threads < items.size() ? i + team.threads : i];
-        attend_any(model, step, index, items[i], next, queries, width, attended, sums, buffer);
-    });
-    sums.add_heads(team);
-    rows.laps->end(ATTENTION, team.own_thread);
+    if (layer.delta == nullptr) {
+        team.each_in_turn(items.size(), [&](size_t i) {
+            const Item& next = items[i + team.threads < items.size() ? i + team.threads : i];
+            attend_any(model, step, index, items[i], next, queries, width, attended, sums, buffer);
+        });
+        sums.add_heads(team);
+        if (layer.has_gates) gate_attended(model, layer, rows, attended, team);
+        rows.laps->end(ATTENTION, team.own_thread);
+    }
     if (is_latent) attended = values_of_heads(model, index, step, rows, buffer, team);
     if (model.is_parallel) return add_parallel(model, index, step, attended, rows, team);
     add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
@@ -443,7 +457,13 @@ inline const Experts* experts_of(const Model& model) {
 
 inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     const size_t rows = step.num_rows;
-    const int heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
+    int heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
+    int attended = model.num_heads * model.head_dim;
+    for (int index = 0; index < model.num_layers; ++index) {
+        const Layer& layer = model.layers[index];
+        if (layer.delta != nullptr || layer.has_gates) heads = std::max(heads, layer.qkv.out);
+        if (layer.delta != nullptr) attended = std::max(attended, layer.attention_out.in);
+    }
     const int inner = model.inner, hidden = model.hidden;
     for (Buffer& buffer : scratch.of_thread) buffer.of(attention_floats(model, step));
     const LatentFloats latent(model, rows);
@@ -472,7 +492,7 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
                 std::max(input_floats(rows, inner > hidden ? inner : hidden), latent.input)),
             scratch.projected.of(projected),
             scratch.attended.of(
-                std::max(input_floats(rows, model.num_heads * model.head_dim), latent.attended)),
+                std::max(input_floats(rows, attended), latent.attended)),
             scratch.delta.of(rows * hidden),
             scratch.rounded.of(rounded),
             scratch.routed.of(routed),
@@ -482,11 +502,16 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
             scratch.of_heads.of(latent.of_heads),
             routing,
             &scratch.laps,
-            lora_of(model, step, scratch)};
+            lora_of(model, step, scratch),
+            nullptr,
+            0};
 }
 
 inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
-    const Rows rows = rows_of(model, step, scratch);
+    Rows rows = rows_of(model, step, scratch);
+    const std::vector<StateSpan> state_spans = state_spans_of(model, step);
+    rows.state_spans = state_spans.data();
+    rows.num_state_spans = static_cast<int>(state_spans.size());
     const LayerItems items(model, step, model.num_layers - 1);
     const BlockSums sums = block_sums_of(model, step, scratch, true);
     scratch.laps.start();

@@ -82,6 +82,7 @@ class Experts(Structure):
             )
         ),
         ("scale", c_float),
+        ("shared_gate", c_void_p),
     )
 
 
@@ -94,6 +95,16 @@ class Latent(Structure):
         ("values", POINTER(Matrix)),
         *((name, c_int32) for name in ("kv_rank", "rope", "plain", "value")),
         ("norm_eps", c_float),
+    )
+
+
+class Delta(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("q_taps", "k_taps", "v_taps", "a_log", "dt_bias", "norm")),
+        *(
+            (name, c_int32)
+            for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "num_taps")
+        ),
     )
 
 
@@ -115,6 +126,8 @@ class Layer(Structure):
         ("window", c_int32),
         ("group", c_int32),
         ("place", c_int32),
+        ("has_gates", c_int32),
+        ("delta", POINTER(Delta)),
     )
 
 

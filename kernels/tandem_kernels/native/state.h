@@ -51,6 +51,9 @@ struct HeadRows {
 struct StateScan {
     HeadRows q, k;  // heads of key_dim numbers
     HeadRows v;     // heads of value_dim numbers, which is a multiple of 16
+    // The v heads of one k head have the stride v.head_stride, and those of the next k head begin
+    // this much later.
+    int64_t v_group_stride;
     HeadRows a, b;  // one number for each v head
     const float *a_log, *dt_bias, *skip;  // [v heads]
     float dt_min, dt_max;                 // Mamba 2: limits of softplus(dt + dt_bias)
@@ -64,6 +67,19 @@ struct StateScan {
     // almost done.
     const StateSpan* spans;
     int32_t num_spans;
+};
+
+// RMSNorm with a gate, over groups of consecutive numbers of a row, in place.
+//
+//     Gated DeltaNet:  x = norm(x) * weight * silu(gate)     a group is a head, and heads share weights
+//     Mamba 2:         x = norm(x * silu(gate)) * weight
+struct GatedNorm {
+    float* x;           // [rows][groups][group_size], with a stride between rows
+    const float* gate;  // the same, with strides between rows and groups
+    int64_t x_stride, gate_stride, gate_group_stride;
+    const float* weight;  // [group_size], or [groups][group_size] if is_gate_first
+    float eps;
+    int32_t num_rows, num_groups, group_size, is_gate_first;
 };
 
 }  // namespace tandem

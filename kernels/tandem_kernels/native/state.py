@@ -40,7 +40,9 @@ class Convolution(Structure):
 
 class StateScan(Structure):
     _fields_ = (
-        *((name, HeadRows) for name in ("q", "k", "v", "a", "b")),
+        *((name, HeadRows) for name in ("q", "k", "v")),
+        ("v_group_stride", c_int64),
+        *((name, HeadRows) for name in ("a", "b")),
         *((name, c_void_p) for name in ("a_log", "dt_bias", "skip")),
         ("dt_min", c_float),
         ("dt_max", c_float),
@@ -53,6 +55,17 @@ class StateScan(Structure):
         ("is_delta", c_int32),
         ("spans", c_void_p),
         ("num_spans", c_int32),
+    )
+
+
+class GatedNorm(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("gate", c_void_p),
+        *((name, c_int64) for name in ("x_stride", "gate_stride", "gate_group_stride")),
+        ("weight", c_void_p),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("num_rows", "num_groups", "group_size", "is_gate_first")),
     )
 
 
@@ -112,7 +125,8 @@ class StateKernels:
         spans: Sequence[StateSpan],
     ) -> torch.Tensor:
         """Returns the same as linear_attention.gated_delta_rule_recurrent, with the gates of
-        delta_gates(a, b, a_log, dt_bias)."""
+        delta_gates(a, b, a_log, dt_bias). `v` may be [T, k heads, v heads of a k head, d_v]; the
+        result is [T, v heads, d_v]."""
         return self._scan((q, k, v, a, b), (a_log, dt_bias, None), _UNUSED, states, spans)
 
     def mamba2(
@@ -131,6 +145,51 @@ class StateKernels:
         """Returns the same as linear_attention.mamba2_recurrent."""
         return self._scan((c, b, x, dt, None), (a_log, dt_bias, d), dt_limits, states, spans)
 
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Returns the same as norm.gated_rms_norm for x [T, heads, d]."""
+        return self._norm(x.clone(), gate, weight, eps, is_gate_first=False)
+
+    def rms_norm_of_gated(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        group_size: int,
+    ) -> torch.Tensor:
+        """Returns the same as norm.rms_norm_of_gated for x [T, d]."""
+        groups, gates = (each.view(len(each), -1, group_size) for each in (x.clone(), gate))
+        return self._norm(groups, gates, weight, eps, is_gate_first=True).view(x.shape)
+
+    def _norm(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        is_gate_first: bool,
+    ) -> torch.Tensor:
+        num_rows, num_groups, group_size = x.shape
+        norm = GatedNorm(
+            x=x.data_ptr(),
+            gate=gate.data_ptr(),
+            x_stride=x.stride(0),
+            gate_stride=gate.stride(0),
+            gate_group_stride=gate.stride(1),
+            weight=weight.data_ptr(),
+            eps=eps,
+            num_rows=num_rows,
+            num_groups=num_groups,
+            group_size=group_size,
+            is_gate_first=is_gate_first,
+        )
+        name = "tandem_norm_gated"
+        self._library.state_operation(name, norm, self._num_threads, self._instructions)
+        return x
+
     def _scan(
         self,
         rows: tuple[torch.Tensor | None, ...],
@@ -139,16 +198,24 @@ class StateKernels:
         states: torch.Tensor,
         spans: Sequence[StateSpan],
     ) -> torch.Tensor:
-        _, k, v, _, b = rows
+        q, k, v, a, b = rows
         assert k is not None
         assert v is not None
-        y = torch.zeros_like(v, memory_format=torch.contiguous_format)
+        num_shared = states.shape[1] // k.shape[1]
+        if v.dim() == 3:
+            v = v.view(len(v), k.shape[1], num_shared, -1)
+        y = v.new_zeros(len(v), states.shape[1], v.shape[3])
         slot_stride, head_stride, _, _ = states.stride()
         a_log, dt_bias, skip = (None if each is None else each.data_ptr() for each in of_heads)
         self._call(
             "tandem_scan_states",
             StateScan(
-                *(_head_rows(each) for each in rows),
+                q=_head_rows(q),
+                k=_head_rows(k),
+                v=HeadRows(v.data_ptr(), v.stride(0), v.stride(2)),
+                v_group_stride=v.stride(1),
+                a=_head_rows(a),
+                b=_head_rows(b),
                 a_log=a_log,
                 dt_bias=dt_bias,
                 skip=skip,
@@ -160,9 +227,9 @@ class StateKernels:
                 slot_stride=slot_stride,
                 head_stride=head_stride,
                 num_k_heads=k.shape[1],
-                num_v_heads=v.shape[1],
+                num_v_heads=states.shape[1],
                 key_dim=k.shape[2],
-                value_dim=v.shape[2],
+                value_dim=v.shape[3],
                 is_delta=b is not None,
             ),
             spans,

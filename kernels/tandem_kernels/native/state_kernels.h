@@ -20,6 +20,16 @@ inline Floats softplus(Floats x) {
     return above + 2.0f * s * series;
 }
 
+// Calls work(at, num, load) for the parts of a row, which has `size` numbers.
+template <class Work>
+inline void each_part(int size, Work work) {
+    int at = 0;
+    for (; at + kLanes <= size; at += kLanes)
+        work(at, kLanes, [](const float* from) { return load(from); });
+    if (const int rest = size - at)
+        work(at, rest, [rest](const float* from) { return load_some(from, rest); });
+}
+
 constexpr int kConvolvedAtOnce = 512;  // channels
 
 // Convolves some channels of a span. The inputs before a row are in a ring, because the output may
@@ -50,7 +60,7 @@ void convolve_channels(const Convolution& c, const StateSpan& span, int first, i
         const float* before[kTapsMax - 1];
         for (int i = 0; i < num_before; ++i) before[i] = ring + (row + i) % num_before * kWidth;
         float* const oldest = ring + row % num_before * kWidth;
-        const auto some = [&](int at, int width, auto load_of) {
+        each_part(num, [&](int at, int width, auto load_of) {
             const Floats x = load_of(c.x + begin + at);
             Floats sum = c.bias != nullptr ? load_of(c.bias + first + at) : Floats{};
             const float* tap = c.taps + first + at;
@@ -60,12 +70,7 @@ void convolve_channels(const Convolution& c, const StateSpan& span, int first, i
             store(oldest + at, x);
             if (c.has_silu) sum = sum / (exp(-sum) + 1.0f);
             store_some(c.y + begin + at, sum, width);
-        };
-        int at = 0;
-        for (; at + kLanes <= num; at += kLanes)
-            some(at, kLanes, [](const float* from) { return load(from); });
-        if (const int rest = num - at)
-            some(at, rest, [rest](const float* from) { return load_some(from, rest); });
+        });
     }
     each_run([&](float* state, int at, size_t bytes) {
         for (int i = 0; i < num_before; ++i)
@@ -146,7 +151,8 @@ inline void compute_factors(const StateScan& scan, int first_row, int num_rows, 
 
 // Some columns of a head's state, in memory, and the rows of their sequence.
 struct Columns {
-    float* state;  // [key_dim][value_dim]: the first column
+    float* state;         // [key_dim][value_dim]: the first column
+    const float* values;  // the first column of v in the first row
     int first_row, num_rows, k_head, v_head, first;
     bool begins;  // true: the state before the first row is zero
 };
@@ -198,7 +204,7 @@ void scan_columns(const StateScan& scan, const Columns& c, const Factors& factor
     }
     for (int t = 0; t < c.num_rows; ++t) {
         const int at = c.first_row + t;
-        const float* value = scan.v.of(at, c.v_head) + c.first;
+        const float* value = c.values + t * scan.v.row_stride;
         float* y = scan.y + at * scan.y_stride + c.v_head * static_cast<size_t>(scan.value_dim) +
                    c.first;
         const float decay = factors.decay[t];
@@ -239,14 +245,18 @@ template <bool kDelta>
 void scan_head(const StateScan& scan, const StateSpan& span, int head, int first, int end) {
     float* const state =
         scan.states + span.slot * scan.slot_stride + head * scan.head_stride;
+    const int num_shared = scan.num_v_heads / scan.num_k_heads;
+    const float* const values = scan.v.of(span.first_row, head % num_shared) +
+                                head / num_shared * scan.v_group_stride;
     Factors factors;
     for (int row = 0; row < span.num_rows; row += kScannedRows) {
-        Columns c{nullptr, span.first_row + row, std::min(kScannedRows, span.num_rows - row),
-                  head / (scan.num_v_heads / scan.num_k_heads), head, 0,
+        Columns c{nullptr, nullptr, span.first_row + row,
+                  std::min(kScannedRows, span.num_rows - row), head / num_shared, head, 0,
                   span.first_position + row == 0};
         compute_factors(scan, c.first_row, c.num_rows, head, factors);
         for (c.first = first; c.first < end;) {
             c.state = state + c.first;
+            c.values = values + row * scan.v.row_stride + c.first;
             if (c.first + kColumnVectors * kLanes <= end) {
                 scan_columns<kColumnVectors, kDelta>(scan, c, factors);
                 c.first += kColumnVectors * kLanes;
@@ -273,6 +283,32 @@ void scan_states(const StateScan& scan, const Team& team) {
             scan_head<true>(scan, span, head, first, end);
         else
             scan_head<false>(scan, span, head, first, end);
+    });
+}
+
+inline void norm_gated_group(float* x, const float* gate, const float* weight, int size, float eps,
+                             bool is_gate_first) {
+    const auto silu = [](Floats g) { return g / (exp(-g) + 1.0f); };
+    if (is_gate_first)
+        each_part(size, [&](int at, int num, auto load_of) {
+            store_some(x + at, load_of(x + at) * silu(load_of(gate + at)), num);
+        });
+    const float scale = 1.0f / std::sqrt(dot(x, x, size) / size + eps);
+    each_part(size, [&](int at, int num, auto load_of) {
+        Floats normed = load_of(x + at) * scale * load_of(weight + at);
+        if (!is_gate_first) normed *= silu(load_of(gate + at));
+        store_some(x + at, normed, num);
+    });
+}
+
+void norm_gated(const GatedNorm& norm, const Team& team) {
+    const int size = norm.group_size;
+    team.each(norm.num_rows, [&](int row) {
+        for (int group = 0; group < norm.num_groups; ++group)
+            norm_gated_group(norm.x + row * norm.x_stride + group * size,
+                             norm.gate + row * norm.gate_stride + group * norm.gate_group_stride,
+                             norm.weight + (norm.is_gate_first ? group * size : 0), size, norm.eps,
+                             norm.is_gate_first);
     });
 }
 

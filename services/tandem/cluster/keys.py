@@ -42,7 +42,7 @@ def add_key(file: Path, tenant: str, role: Role, expires: str, limits: dict[str,
         file.write_bytes(msgspec.json.encode([*found, key.record]))
     except (OSError, msgspec.DecodeError) as error:
         raise OperateError(
-            f"{file} cannot be read or written as a JSON file of API keys: {error}"
+            f"no key can be added to {file}, which must be a JSON file of API keys: {error}"
         ) from None
     print(key.text)
 

@@ -25,8 +25,8 @@ try:
 except ImportError:
     _block_hash = None  # type: ignore[assignment]
     logging.getLogger(__name__).warning(
-        "the compiled block hash is missing, so prompts are hashed more slowly; install a C "
-        "compiler, and install tandem-llm again"
+        "the compiled module _block_hash is missing, so prompts are hashed more slowly; install a "
+        "C compiler, and then install tandem-llm again"
     )
 
 HASH_VERSION = 1

@@ -205,7 +205,7 @@ def _explained(text: str) -> str:
     """Replaces the text of an error about an option that other engines have, and Tandem lacks."""
     if "--pipeline-parallel" in text:
         return (
-            "pipeline parallelism is not supported, so no device can have only some layers; "
+            "pipeline parallelism (each device has only some layers) is not supported; "
             "use --tensor-parallel, which divides each layer among the processes of a worker"
         )
     return text

@@ -23,8 +23,7 @@ def check_sizes(sizes: object) -> dict[Pool, int]:
         least = 1 if pool == "router" else 0
         if type(size) is not int or not least <= size <= POOL_SIZE_MAX:
             raise BadRequest(
-                f"{pool} must be the wanted size of the pool, an integer from {least} to "
-                f"{POOL_SIZE_MAX}",
+                f"the size of the pool {pool} must be an integer from {least} to {POOL_SIZE_MAX}",
                 param=pool,
             )
     return dict(sizes)

@@ -249,8 +249,8 @@ class Engine:
             check_own(sequence_id, own, unsafe_blocks)
             if not is_short and not self._kv.replace(sequence.tables, unsafe_blocks):
                 raise QueueFull(
-                    "an abandoned pull may still write some blocks of the sequence, and the KV "
-                    "pool has too few free blocks to replace them; try again"
+                    "a pull that was given up may still write to blocks of this request, and the "
+                    "KV pool has too few free blocks to replace these blocks; try again"
                 )
         except TandemError:
             self._drop(sequence, unsafe_blocks)
@@ -261,6 +261,8 @@ class Engine:
         # The last token is computed even if its KV was pulled, because its logits are needed.
         sequence.take_prefix(min(num_blocks, len(sequence.reusable_hashes)))
         self._store_full_blocks(sequence)
+        if self._kv.has_states:
+            self._freeze_states(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
         self._scheduler.start(sequence)
@@ -547,6 +549,8 @@ class Engine:
         """
         sequence.advance(num_tokens)
         self._store_full_blocks(sequence)
+        if num_tokens and sequence.is_at_checkpoint:
+            self._freeze_states(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
 
@@ -566,6 +570,13 @@ class Engine:
         sequence.store_full_blocks(self._kv)
         if sequence.num_used_blocks < sequence.num_stored_blocks:
             self._scheduler.loads.use(sequence)
+
+    def _freeze_states(self, sequence: Sequence) -> None:
+        """Caches copies of the running states of a sequence, so that requests can resume here."""
+        if copies := sequence.freeze_states(self._kv):
+            self._runner.copy_blocks(copies)
+            # A slot may be freed and filled by a pull, so the copies must have ended.
+            self._runner.synchronize()
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """Removes a sequence from the engine and frees its blocks. No other function does this."""

@@ -6,6 +6,7 @@ from itertools import count
 from tandem.common.adapter import digest_of
 from tandem.common.block_hash import chain_root
 from tandem.engine.adapter_slots import AdapterSlots
+from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.logit_edits import logit_edits
 from tandem.engine.runner_protocol import Runner
@@ -39,6 +40,7 @@ class NewSequences:
             block_size=layout.block_size,
         )
         self._block_size = layout.block_size
+        self._checkpoints = Checkpoints.of(layout)
         self._vocab_size = runner.vocab_size
         self._grammars = grammars
         self._arrivals = count(1)
@@ -67,7 +69,11 @@ class NewSequences:
             salt += f"#{arrival}".encode()
         root = self._root(cache_salt=salt, adapter=digest_of(spec.adapter))
         sequence = Sequence.from_spec(
-            spec, arrival=arrival, block_size=self._block_size, chain_root=root
+            spec,
+            arrival=arrival,
+            block_size=self._block_size,
+            chain_root=root,
+            checkpoints=self._checkpoints,
         )
         grammar = self._grammars.matcher(spec.grammar, spec.token_ids[spec.num_prompt_tokens :])
         sequence.edits = logit_edits(spec, self._vocab_size, grammar)

@@ -95,7 +95,9 @@ class PeerBlocks:
         self, sequence_id: str, block_hashes: list[bytes], depth: int, *, is_imported: bool
     ) -> PeerChain:
         num_tokens = len(block_hashes) * self._kv.layout.block_size
-        tables = self._kv.reserve(block_hashes, depth, num_tokens=num_tokens, resume=num_tokens)
+        tables = self._kv.reserve(
+            block_hashes, depth, num_tokens=num_tokens, resume=num_tokens, is_chain=True
+        )
         assert tables is not None, "its free blocks were counted"
         chain = self._chains[sequence_id] = PeerChain(tables, block_hashes, depth, is_imported)
         return chain
@@ -108,9 +110,7 @@ class PeerBlocks:
         """
         chain = self._chains.get(sequence_id)
         if chain is None or not chain.is_imported:
-            raise InternalError(
-                f"no import of KV blocks with the id {sequence_id} is under way on this engine"
-            )
+            raise InternalError(f"this engine runs no import {sequence_id} of KV blocks")
         num_cached = chain.num_cached_blocks
         num_held = len(chain.block_hashes)
         try:

@@ -6,7 +6,7 @@ from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.common.perf_model.step_time import StepWork
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.layout.kv_groups import KvLayout
-from tandem.engine.cache.transfer_order import transfer_order
+from tandem.engine.cache.transfer_order import running_states, transfer_order
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import (
     Admitted,
@@ -83,6 +83,7 @@ class PendingReport:
         The sequence resumes after `depth` blocks.
         """
         missing = transfer_order(self._layout, tables, num_cached, num_blocks, depth=depth)
+        missing = missing + running_states(self._layout, tables)
         num_cached_tokens = num_cached * self._layout.block_size
         self._report.reserved.append(Reserved(sequence_id, num_cached_tokens, missing, cached))
 
@@ -108,6 +109,8 @@ class PendingReport:
         block_ids = transfer_order(
             self._layout, sequence.tables, first, end, depth=sequence.last_depth
         )
+        if not sequence.num_missing_tokens:
+            block_ids = block_ids + running_states(self._layout, sequence.tables)
         sequence.num_reported_blocks = end
         if block_ids:
             number = sequence.next_in_transfer

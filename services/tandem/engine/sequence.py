@@ -55,6 +55,7 @@ from tandem.common.block_hash import block_hash, hash_blocks
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.engine.cache.block_copy import NO_PART, BlockCopy, BlockPart
 from tandem.engine.cache.block_table import BlockTables
+from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.logit_edits import LogitEdits
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
@@ -80,8 +81,8 @@ class SequenceStart:
     # determines which blocks are needed.
     resume: int
     # Ids of blocks to copy from, one for each KV group. They are copied into the first block that
-    # only this sequence writes. Empty: nothing is copied.
-    sources: tuple[int, ...]
+    # only this sequence writes, or into its running state. Empty: nothing is copied.
+    sources: tuple[int | None, ...]
     is_fork: bool
 
 
@@ -142,6 +143,11 @@ class Sequence:
     next_in_transfer: int  # PREFILL_ONLY: index of the next block to report, in transfer order
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
     num_prefix_blocks: int
+    # Positions after which the states of layers with linear attention are frozen. None: the model
+    # has no such layers.
+    checkpoints: Checkpoints | None = None
+    # Number of tokens before the last frozen state of the answer; 0: there is none.
+    frozen_at: int = 0
     status: Status = Status.WAITING
     tables: BlockTables = field(default_factory=BlockTables)
     num_computed_tokens: int = 0  # number of leading tokens whose KV is in the sequence's blocks
@@ -180,7 +186,13 @@ class Sequence:
 
     @classmethod
     def from_spec(
-        cls, spec: SequenceSpec, *, arrival: int, block_size: int, chain_root: bytes
+        cls,
+        spec: SequenceSpec,
+        *,
+        arrival: int,
+        block_size: int,
+        chain_root: bytes,
+        checkpoints: Checkpoints | None = None,
     ) -> Sequence:
         num_reusable = 0 if spec.kv_budget else (len(spec.token_ids) - 1) // block_size
         takes_none = spec.mode is Mode.WAITING_FOR_REMOTE_KV or (
@@ -198,6 +210,7 @@ class Sequence:
             num_reported_blocks=spec.first_wanted_block,
             next_in_transfer=spec.first_wanted_block,
             num_prefix_blocks=0 if takes_none else min(spec.prefix_blocks, num_reusable),
+            checkpoints=checkpoints,
         )
 
     @property
@@ -222,11 +235,13 @@ class Sequence:
         next token is ready.
 
         If the mask were late, the last token would be computed a second time. With a KV budget, the
-        attention weights of the last token would then be counted twice.
+        attention weights of the last token would then be counted twice. A state would take in the
+        token twice.
         """
         if self.grammar is None or self.grammar.update_job is not None:
             return False
-        return self.grammar.is_slow or self.spec.kv_budget is not None
+        has_sums = self.spec.kv_budget is not None or self.checkpoints is not None
+        return self.grammar.is_slow or has_sums
 
     @property
     def num_tokens(self) -> int:
@@ -250,7 +265,10 @@ class Sequence:
     @property
     def num_next_tokens(self) -> int:
         """Largest number of tokens that the next chunk may have. A chunk ends where loaded blocks
-        begin, and at each point at which a KV budget evicts blocks."""
+        begin, at each point at which a KV budget evicts blocks, and where states are frozen."""
+        if self.checkpoints is not None:
+            end = self.checkpoints.next_after(self.num_computed_tokens, self.num_prefill_tokens)
+            return min(self.num_missing_tokens, end - self.num_computed_tokens)
         if hitters := self.tables.hitters:
             return min(
                 self.num_missing_tokens, hitters.num_until_eviction(self.num_computed_tokens)
@@ -339,8 +357,12 @@ class Sequence:
     @property
     def may_run_ahead(self) -> bool:
         """True if the next token may be computed before it is known on the host, in a step that is
-        launched ahead (schedule_ahead, scheduler.py)."""
-        return self.spec.kv_budget is None and not self.needs_mask_first
+        launched ahead (schedule_ahead, scheduler.py). It must not be computed before the states
+        after the last token are frozen."""
+        freezes = self.checkpoints is not None and self.checkpoints.includes(
+            self.num_tokens, self.num_prefill_tokens
+        )
+        return self.spec.kv_budget is None and not self.needs_mask_first and not freezes
 
     def ends_with_next(self, max_model_len: int) -> bool:
         """Returns whether the next token ends the sequence, whichever token it is."""
@@ -454,9 +476,9 @@ class Sequence:
         if self.cached is None and not self.loading.end:
             self.cached = self._countable(CachedTokens(device=self.num_computed_tokens))
         return [
-            BlockCopy(source, tables.ids[group][num_blocks], group)
+            BlockCopy(source, tables.copy_target(group, num_blocks), group)
             for group, source in enumerate(start.sources)
-            if num_blocks >= tables.firsts[group]
+            if source is not None and num_blocks >= tables.firsts[group]
         ]
 
     def fork_part(self, parent: Sequence, num_blocks: int) -> BlockPart | None:
@@ -469,7 +491,8 @@ class Sequence:
         start = num_blocks * self.block_size
         end = self.num_tokens - 1
         can_fork = (
-            end - start <= self.block_size
+            not parent.tables.states  # the parent's states may be after more tokens
+            and end - start <= self.block_size
             and all(first <= num_blocks for first in parent.tables.firsts)
             and end <= parent.num_computed_tokens
             and not self.wants_prompt_logits
@@ -537,6 +560,28 @@ class Sequence:
         if kv.is_windowed(self.tables):
             kv.free_out_of_window(self.tables, self.earliest_next_token)
 
+    @property
+    def is_at_checkpoint(self) -> bool:
+        """True if the states are to be frozen now, after `num_computed_tokens` tokens."""
+        return self.checkpoints is not None and self.checkpoints.includes(
+            self.num_computed_tokens, self.num_prefill_tokens
+        )
+
+    def freeze_states(self, kv: KvCache) -> list[BlockCopy]:
+        """Caches copies of the running states under the hash of the last full block. Returns the
+        copies, which the caller must make at once."""
+        depth = self.num_computed_tokens // self.block_size
+        if self.frozen_at:
+            kv.evict_first(self.tables, self.block_hashes[self.frozen_at // self.block_size - 1])
+        self.frozen_at = self.num_computed_tokens if self.in_decode else 0
+        return kv.freeze(
+            self.tables,
+            self.block_hashes[:depth],
+            chain_root=self.chain_root,
+            token_ids=self.block_tokens(depth - 1),
+            adapter=self.spec.adapter,
+        )
+
     def take_used(self) -> list[bytes]:
         """Returns the hashes of the blocks stored or reused since the last call. No block is
         returned twice, even if it is computed again after a preemption."""
@@ -560,7 +605,7 @@ class Sequence:
         """Removes all blocks from the sequence and returns their tables, which the caller
         releases."""
         tables, self.tables = self.tables, BlockTables()
-        self.num_computed_tokens = self.num_stored_blocks = 0
+        self.num_computed_tokens = self.num_stored_blocks = self.frozen_at = 0
         self.loading = Loading()
         self.is_forked = False
         return tables

@@ -25,8 +25,22 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(why)
     if why := why_not_tensor_parallel(model, options.tensor_parallel):
         raise ConfigError(why)
+    if model.has_states and (why := _why_not_with_states(options)):
+        raise ConfigError(f"{why}; the model has layers with linear attention")
     if options.expert_parallel and (why := _why_not_expert_parallel(model, options)):
         raise ConfigError(f"expert-parallel is set, but {why}; remove expert-parallel")
+
+
+def _why_not_with_states(options: EngineOptions) -> str:
+    """Returns the first setting that a model with linear attention does not support; "" if it
+    supports all of them."""
+    if options.has_tiers:
+        return f"KV tiers ({', '.join(options.tiers)}) cannot store the states of layers"
+    if options.tensor_parallel > 1:
+        return (
+            f"tensor-parallel is {options.tensor_parallel}, but several ranks cannot share states"
+        )
+    return ""
 
 
 def _why_not_expert_parallel(model: ModelConfig, options: EngineOptions) -> str:

@@ -213,7 +213,10 @@ def _source(path: Path, conversion: dict[str, Any]) -> Path:
 
 def _num_weights(path: Path, conversion: dict[str, Any]) -> int:
     if type(counted := conversion.get("num_weights")) is not int:
-        raise ConfigError(f"{path / CONVERSION_FILE} must have num_weights, an integer")
+        raise ConfigError(
+            f"{path / CONVERSION_FILE} must have num_weights, an integer; remove this folder, and "
+            "start with the original model, which is then converted again"
+        )
     return counted
 
 

@@ -177,8 +177,8 @@ class Publisher:
                     self._in_step = False
                     failures += 1
                     logger.warning(
-                        "the prefix tree refused a batch of changes from this worker's epoch "
-                        "%s; the worker publishes all its KV blocks again",
+                        "the prefix tree refused a batch of changes from this worker (epoch %s); "
+                        "this worker now publishes all its KV blocks again",
                         self.epoch,
                     )
             except (*UNREACHABLE, TandemError) as error:

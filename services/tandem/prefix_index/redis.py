@@ -83,7 +83,7 @@ class RedisIndex:
 
     async def reset(self, worker_id: str, epoch: str) -> None:
         if not epoch:
-            raise ConfigError("the epoch of a worker in the prefix tree must not be empty")
+            raise ConfigError(f"the epoch of worker {worker_id} must not be empty")
         self._shard_of.pop(worker_id, None)
         shard, more, placed_in = 0, 1, None
         while more:

@@ -18,6 +18,7 @@ A rank that ends is noticed elsewhere: the engine process then ends, too.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -28,9 +29,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tandem.errors import InternalError, TandemError
+from tandem.errors import InternalError
 from tandem.transfer.reads import messages
 from tandem.transfer.thread import STOP_DEADLINE_S, TransferThread
+
+log = logging.getLogger(__name__)
 
 # Creates the transfer thread of a rank. The argument is the function that takes its events.
 MakeThread = Callable[[Callable[[messages.TransferEvent], None]], TransferThread]
@@ -121,20 +124,21 @@ def serve(pipe: _Pipe, make_thread: MakeThread) -> None:
         with suppress(OSError):  # rank 0 has ended
             pipe.send(event)
 
-    thread = make_thread(send)
-    thread.start()
-    while True:
-        try:
+    try:
+        thread = make_thread(send)
+        thread.start()
+        while True:
             method, arguments = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
             getattr(thread, method)(*arguments)
-        except TandemError as error:
-            send(messages.Broken(error.message))
-        if method == "stop":
-            pipe.close()
-            return
+            if method == "stop":
+                return
+    except (EOFError, OSError):  # rank 0 has ended
+        return
+    except Exception as error:
+        log.exception("the transfer thread of a rank is broken")
+        send(messages.Broken(f"the transfer thread of a rank is broken: {error!r}"))
+    finally:
+        pipe.close()
 
 
 @dataclass(slots=True)

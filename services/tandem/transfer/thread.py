@@ -184,7 +184,10 @@ class TransferThread:
             try:
                 self._turn()
             except Exception as error:
-                log.exception("the transfer thread is broken")
+                log.exception(
+                    "the transfer thread failed and reads no more KV blocks; this worker drains "
+                    "and ends"
+                )
                 self._break(f"the transfer thread is broken: {error!r}")
 
     def _turn(self) -> None:

@@ -60,7 +60,7 @@ async def test_words_of_another_version_stop_neither_the_router_nor_the_autoscal
     view = owned.router.view
     key = f"{{tandem:{view.cluster.cluster_id}}}:demand"
     await view.redis.hset(key, "another", b"no msgpack of ours")
-    await eventually(lambda: "ignores a router's demand" in caplog.text)
+    await eventually(lambda: "so the autoscaler ignores this report" in caplog.text)
     before = view.decisions
     await eventually(lambda: view.decisions is not before)
     assert (await owned.http.get("/health")).status_code == 200

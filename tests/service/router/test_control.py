@@ -223,6 +223,6 @@ async def test_grpc_tells_and_sets_sizes(router: RunningRouter, stub: ClusterStu
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.ScalePools(pb.ScalePoolsRequest(sizes={"router": 0}))
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert "router must be the wanted size of the pool, an integer from 1" in str(
+    assert "the size of the pool router must be an integer from 1 to 64" in str(
         refused.value.details()
     )

@@ -191,7 +191,7 @@ async def test_a_change_that_is_refused_has_one_line_and_no_second_by_its_client
     await owned.admin.post("/v1/cluster/workers/a%0Ab/role", json={})
     assert changes(caplog) == [
         "change by PEER over HTTP: sizes, before unknown, after decode=\\nchange by me: refused: "
-        "decode must be the wanted size of the pool, an integer from 0 to 64",
+        "the size of the pool decode must be an integer from 0 to 64",
         "change by PEER over HTTP: role of a\\nb, before unknown, after the other: refused: "
         "there is no worker 'a\\nb'; there are: decode-0, decode-1",
     ]

@@ -349,7 +349,7 @@ async def test_what_was_asked_for_is_used_or_nothing(transport: str) -> None:
 async def test_a_pair_without_a_common_transport_is_refused() -> None:
     async with pair_of("grpc") as pair:
         del pair.producer.answer.transports[1]
-        with pytest.raises(Incompatible, match="this worker uses grpc, the producer offers"):
+        with pytest.raises(Incompatible, match="this worker has --transport grpc, and p0 offers"):
             await pair.get()
 
 
@@ -372,7 +372,7 @@ async def test_what_cannot_work_is_said_once_and_seldom_tried_again(
         await asyncio.wait([pair.peers._entries["p0-e"].connecting])
         assert pair.producer.num_connects == 2
         assert caplog.text.count("cannot read KV blocks from p0") == 1
-        assert "the producer offers []" in pair.peers.unreachable["p0"]
+        assert "p0 offers none" in pair.peers.unreachable["p0"]
         pair.producer.answer.transports.extend(transports)
         pair.peers.update([pair.record()])
         assert [peer.worker_id for peer in await pair.peers.all_connected()] == ["p0"]

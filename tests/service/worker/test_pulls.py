@@ -67,7 +67,7 @@ class Producer(WorkerServicer):
         self.streams: set[str] = set()
         link: Any = SimpleNamespace(pool=self.pool)
         served = WorkerMetrics(worker_id="p0", role="prefill").kv_bytes_served
-        self._blocks = BlockServer(link, self.leases.lent, served.inc, block_bytes=BLOCK)
+        self._blocks = BlockServer(link, self.leases.lent, served.inc)
         self.fetch: Fetch = self._blocks.fetch
 
     async def FetchBlocks(  # noqa: N802
@@ -275,7 +275,7 @@ async def test_a_block_that_changed_after_its_checksum_is_caught() -> None:
         run.checksums.extend(await checksums(pair.producer.pool, "lease", 0, ALL, 1))
         await pair.pull(run=run)
         pair.producer.memory[40 * BLOCK + 1234] ^= 1
-        with pytest.raises(LeaseLost, match="the checksum of block 40 is"):
+        with pytest.raises(LeaseLost, match="block 40 differs from the peer's"):
             await pair.pull(run=run)
         assert pair.num_mismatches == 1
 

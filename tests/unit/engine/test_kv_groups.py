@@ -20,12 +20,13 @@ from tandem.engine.engine import Engine
 from tandem.engine.types import FinalBlocks, Mode, Reserved, SequenceSpec, StepReport
 from tandem.errors import NeverFits
 from tests.engine_driver import drive_all, make_spec
-from tests.grouped_toy import GroupedToyRunner, Windows, continuation, make_grouped_engine
+from tests.grouped_toy import STATE, GroupedToyRunner, Windows, continuation, make_grouped_engine
 from tests.kv_indexer import KvIndexer
 
 MAX_MODEL_LEN = 30
 BLOCK_SIZES = (1, 2, 4)
 ALL_WINDOWS: list[Windows] = [(None, 3), (5,), (None, 7), (None, 4, 9), (1,), (None, 1)]
+ALL_WINDOWS += [(None, STATE), (None, 5, STATE), (None, STATE)]
 
 
 def check_bounds(engine: Engine, tokens_per_step: int) -> None:
@@ -137,7 +138,8 @@ class Pair(RuleBasedStateMachine):
         parent: int,
         budget: KvBudget | None,
     ) -> None:
-        budget = budget if None in self.windows else None
+        has_budgets = None in self.windows and STATE not in self.windows
+        budget = budget if has_budgets else None
         prompt = [7] * min(shared, MAX_MODEL_LEN - 1 - len(own)) + own
         self.num_added += 1
         spec = make_spec(

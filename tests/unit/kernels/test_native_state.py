@@ -14,6 +14,7 @@ from tandem_kernels.causal_conv import causal_conv1d
 from tandem_kernels.linear_attention import StateSpan
 from tandem_kernels.native import library
 from tandem_kernels.native.state import StateKernels
+from tandem_kernels.norm import gated_rms_norm, rms_norm_of_gated
 from tests.unit.kernels.state_cases import (
     NUM_ROWS,
     NUM_SLOTS,
@@ -147,3 +148,33 @@ def test_bits_of_a_convolution_depend_on_its_sequence_alone(instructions: str) -
         rows = slice(span.first_row, span.first_row + span.num_rows)
         assert torch.equal(convolved(cut_states, [span], 3)[rows], whole[rows])
     assert torch.equal(cut_states, states)
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_value_heads_may_be_in_groups(instructions: str) -> None:
+    """The heads of a projection may be ordered by k head: q, k, and then the v heads that share
+    them."""
+    case = SHAPES["delta"]
+    num_rows, k_heads, d_k = case.k.shape
+    values = case.v.view(num_rows, k_heads, -1)
+    projected = torch.cat((case.q, case.k, values), 2)
+    q, k, v = projected.split([d_k, d_k, values.shape[2]], 2)
+    states, grouped_states = case.states.clone(), case.states.clone()
+    native = kernels(instructions)
+    gates = (case.a, case.b, case.a_log, case.dt_bias)
+    grouped = v.view(num_rows, k_heads, 2, -1)
+    y = native.gated_delta_rule(q, k, grouped, *gates, grouped_states, SPANS)
+    assert torch.equal(y, native.gated_delta_rule(case.q, case.k, case.v, *gates, states, SPANS))
+    assert torch.equal(grouped_states, states)
+
+
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("size", [48, 20])
+def test_gated_norms_equal_torch(instructions: str, size: int) -> None:
+    x, gate = torch.randn(5, 3, size), torch.randn(5, 3, size + 7)[..., :size]
+    ours = kernels(instructions, num_threads=2).gated_rms_norm(x, gate, weight := x[0, 0], 1e-5)
+    torch.testing.assert_close(ours, gated_rms_norm(x, gate, weight, 1e-5), rtol=1e-5, atol=1e-5)
+    flat, gates = torch.randn(5, 3 * size), torch.randn(5, 4 * size)[:, : 3 * size]
+    arguments = (flat, gates, torch.randn(3 * size), 1e-5, size)
+    of_gated = kernels(instructions).rms_norm_of_gated(*arguments)
+    torch.testing.assert_close(of_gated, rms_norm_of_gated(*arguments), rtol=1e-5, atol=1e-5)

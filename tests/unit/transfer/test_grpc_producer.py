@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.net.rpc.block_bytes import decode
 from tandem.net.rpc.options import MESSAGE_BYTES_MAX
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
@@ -27,6 +28,10 @@ class Pool:
     block_bytes: int
     reads: list[list[int]] = field(default_factory=list)
 
+    @property
+    def spans(self) -> BlockSpans:
+        return BlockSpans.equal(self.block_bytes, len(IDS))
+
     async def read(self, sequence_id: str, block_ids: Sequence[int]) -> list[bytes]:
         assert sequence_id == "lease"
         self.reads.append(list(block_ids))
@@ -39,7 +44,7 @@ class Pool:
 
 async def messages_of(pool: Pool) -> list[bytes]:
     owner: Any = SimpleNamespace(pool=pool)
-    server = BlockServer(owner, lambda _: IDS, lambda _: None, block_bytes=pool.block_bytes)
+    server = BlockServer(owner, lambda _: IDS, lambda _: None)
     request = pb.FetchBlocksRequest(lease_id="lease", block_ids=IDS)
     return [bytes(decode(message)) async for message in server.fetch(request, None)]
 
@@ -65,10 +70,17 @@ async def test_a_message_through_the_engine_has_several_blocks(
     assert max(map(len, messages)) < MESSAGE_BYTES_MAX
 
 
+def test_runs_of_blocks_of_several_sizes_have_at_most_the_bytes() -> None:
+    spans = BlockSpans(((10, 100), (4, 1000)))
+    assert list(spans.split([0, 1, 2, 10, 11, 3], 1100)) == [[0, 1, 2], [10], [11, 3]]
+    assert list(spans.split([10, 11], 10)) == [[10], [11]]
+    assert list(spans.split([], 10)) == []
+
+
 async def test_a_probe_reads_the_pools_device_in_the_messages_of_pulls() -> None:
     pool = Pool(PoolThroughEngine.message_bytes, 2 << 20)
     owner: Any = SimpleNamespace(pool=pool)
-    server = BlockServer(owner, lambda _: None, lambda _: None, block_bytes=pool.block_bytes)
+    server = BlockServer(owner, lambda _: None, lambda _: None)
     request = pb.ProbeRequest(num_bytes=pool.message_bytes + 5)
     messages = [bytes(decode(message)) async for message in server.probe(request, None)]
     assert pool.reads == [[pool.message_bytes], [5]]

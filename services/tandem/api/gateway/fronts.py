@@ -44,7 +44,10 @@ class FrontTable:
                 before = self.endpoints
                 self.endpoints = found
                 if found != before:
-                    log.info("routers in front of decode workers (--front-of): %s", found or "none")
+                    log.info(
+                        "the routers in front of decode workers (--front-of) are now: %s",
+                        found or "none",
+                    )
                     self._view.notify_change()
             await asyncio.sleep(POLL_INTERVAL_S)
 

@@ -147,8 +147,8 @@ class EndpointPicker:
                 placement = await self._place(job, endpoints)
         except TimeoutError:
             raise QueueFull(
-                f"the request could not be placed within {self._config.hold_deadline_s:g} s; try "
-                "again",
+                "no worker could be chosen for the request within "
+                f"{self._config.hold_deadline_s:g} s; try again",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
         worker_id = placement.decode.worker_id

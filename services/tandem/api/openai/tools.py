@@ -48,7 +48,10 @@ def _read_choice(sent: object) -> ToolChoice:
             return ToolChoice(sent)
         case {"type": "function", "function": {"name": str(name)}} if name:
             return ToolChoice("required", name)
-    raise _wrong("it is none of the allowed values")
+    raise _wrong(
+        'it must be "auto", "none", "required", or an object with the type "function" and the name '
+        "of a function"
+    )
 
 
 SentToolChoice = Annotated[ToolChoice, PlainValidator(_read_choice)]

@@ -47,7 +47,9 @@ def page_of(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[s
         ids = [item["id"] for item in ordered]
         if after not in ids:
             raise BadRequest(
-                f"after must be the id of an input item; it is {after[:80]!r}", param="after"
+                "the query parameter `after` must be the id of an input item; it is "
+                f"{after[:80]!r}",
+                param="after",
             )
         ordered = ordered[ids.index(after) + 1 :]
     page = ordered[: int(limit)]

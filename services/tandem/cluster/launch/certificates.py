@@ -77,9 +77,13 @@ class Authority:
             loaded = serialization.load_pem_private_key(key, None)
         # TypeError means an encrypted key, UnsupportedAlgorithm an unknown kind of key.
         except (TypeError, UnsupportedAlgorithm) as error:
-            raise ValueError(f"the authority's key cannot be read: {error}") from error
+            raise ValueError(
+                f"the certificate authority's private key cannot be read: {error}"
+            ) from error
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-            raise ValueError("the authority's key is not an elliptic-curve key")
+            raise ValueError(
+                "the certificate authority's private key must be an elliptic-curve key"
+            )
         made._key = loaded
         made._certificate = x509.load_pem_x509_certificate(certificate)
         if made._certificate.public_key() != loaded.public_key():

@@ -146,7 +146,11 @@ def _renew(lease: HeadLease, number: int, address: str) -> bool:
     try:
         return lease.renew(number, address)
     except UNREACHABLE as error:
-        log.warning("Redis does not answer (%s), so the controller's lease is not renewed", error)
+        log.warning(
+            "Redis does not answer (%s), so this controller cannot renew its lease on the pools of "
+            "the cluster; if another controller takes them over, this one ends",
+            error,
+        )
         return True
 
 

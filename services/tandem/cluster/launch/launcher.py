@@ -272,8 +272,8 @@ class _Launch:
                     self._adopt_new_head(ends)
                 case name:
                     self._screen.say(
-                        f"[yellow]Ray's {name} ended; requests are still served. Ray is restarted, "
-                        "and until it is up, no worker is restarted or added"
+                        f"[yellow]Ray's {name} ended, and Ray is being restarted. Requests are "
+                        "still served; workers are restarted or added only once Ray is up"
                     )
                     self._publish_head(why=f"{name} ended")
                     ends.forget(*self._ray_pids)
@@ -415,8 +415,8 @@ class _Launch:
 
     def _restart_redis(self, redis: EmbeddedRedis) -> None:
         self._screen.say(
-            "[yellow]Redis ended and is started again at the same address; until then, the routers "
-            "serve requests with the workers that they already know"
+            "[yellow]Redis ended and is being started again at the same address; until it answers, "
+            "the routers serve requests with the workers that they already know"
         )
         while True:
             try:

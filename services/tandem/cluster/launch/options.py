@@ -84,8 +84,8 @@ class LaunchOptions(Options):
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
     """Number of routers. With --listen, each router needs a host of its own."""
     workers_per_gpu: PositiveOrNone = None
-    """Largest number of workers on one GPU. 0: no limit, unless --device is cuda. 0 with --device
-    cuda: two if --listen is not set and the machine has only one GPU, else one."""
+    """Largest number of workers on one GPU. 0 with --device cuda: one, or two if this machine has
+    only one GPU and --listen is not set. 0 with another --device: no limit."""
     host: str = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
@@ -104,7 +104,8 @@ class LaunchOptions(Options):
     cluster_port: _ClusterPort = 8100
     """With --listen: the first of 220 ports for joining machines, Ray and Redis."""
     join_token_file: Text = ""
-    """File with the token that joining machines need. Default: a new token."""
+    """With --listen: file with the token that other machines need to join. Default: `tandem up`
+    makes a new token and prints a `tandem join` command that names its file."""
     labels: Labels = ()
     """Labels of this machine, such as gpu=H100. --prefill 2:gpu=H100 starts prefill workers only on
     machines with this label."""
@@ -136,8 +137,8 @@ class LaunchOptions(Options):
         sizes = (self.num_routers, self.num_prefill, self.num_decode)
         if not self.listen and any(labels_of(size) for size in sizes):
             raise ConfigError(
-                "a label in --prefill, --decode or --routers chooses hosts, which needs --listen; "
-                "set --listen, or remove the label"
+                "a label in --prefill, --decode or --routers chooses among machines, but without "
+                "--listen this machine is the only one; set --listen, or remove the label"
             )
         if self.listen and self.no_cluster_tls:
             raise ConfigError(
@@ -285,9 +286,9 @@ def check_gpus(options: LaunchOptions, num_gpus: int, driver: Driver | None, car
     if limit is not None and places and num_workers > places * limit:
         each = "" if needed == 1 else f" with {needed} GPUs each"
         raise ConfigError(
-            f"{num_workers} workers{each} do not fit on {has} with {limit} on each; lower "
-            f"--prefill or --decode, or raise --workers-per-gpu to {-(-num_workers // places)}; "
-            "the workers on a GPU share its memory"
+            f"{num_workers} workers{each} do not fit on {has}, because a GPU may have at most "
+            f"{limit} of them; lower --prefill or --decode, or set --workers-per-gpu to "
+            f"{-(-num_workers // places)}, so that workers share a GPU's memory"
         )
 
 

@@ -138,7 +138,11 @@ class SharedOwned:
         try:
             return read_pair_bandwidths(self._redis(), self._cluster_id, worker_ids)
         except UNREACHABLE as error:
-            log.info("the bandwidths between workers cannot be read from Redis: %s", error)
+            log.info(
+                "the bandwidths between workers cannot be read from Redis, so hosts for new "
+                "workers are chosen without them: %s",
+                error,
+            )
             return {}
 
     def _redis(self) -> SyncClient:

@@ -226,9 +226,13 @@ class PoolController:
         try:
             new.write(self._run_folder)
         except OSError as error:
-            log.warning("the state of the pools cannot be written to the run folder: %s", error)
+            # If Redis has the state, too, the file is only a copy.
+            effect = "so the pools stay as they are" if self._shared is None else "but Redis has it"
+            log.warning(
+                "the state of the pools cannot be written to the run folder (%s), %s", error, effect
+            )
             if self._shared is None:
-                return False  # if Redis has the state, too, the file is only a copy
+                return False
         self._owned = new
         self._written = encoded
         return True

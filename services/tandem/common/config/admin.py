@@ -20,8 +20,8 @@ class AdminOptions(Options):
     """The ports of operators and Prometheus. A router's public ports answer none of their calls."""
 
     host: str = "127.0.0.1"
-    """Address on which both admin ports listen. At addresses other than 127.0.0.1 and ::1, calls
-    need an API key."""
+    """Address at which a router listens on --admin-port and --admin-grpc-port. At addresses other
+    than 127.0.0.1 and ::1, calls need an API key."""
     port: Port = 8002
     """Port of the live page, the metrics and the HTTP API for operators."""
     grpc_port: Port = 8003

@@ -47,7 +47,8 @@ class AutoscaleConfig(Options):
     ttft_s: PositiveSeconds = 2.0
     """Target of the autoscaler for the time to the first token, in seconds."""
     ttft_token_s: Seconds = 0.0
-    """Seconds that each prompt token adds to --autoscale-ttft."""
+    """Makes the target for the time to the first token longer for long prompts: --autoscale-ttft
+    plus this many seconds for each token of the prompt."""
     itl_s: PositiveSeconds = 0.1
     """Target of the autoscaler for the time between two tokens, in seconds."""
     cold_start_s: Seconds = 90.0

@@ -104,8 +104,8 @@ class EngineOptions(Options):
     block_size: Positive = 16
     """Number of tokens in a KV block."""
     kv_bytes_max: Annotated[SizeOrNone, Parameter(name="--kv-memory")] = None
-    """Memory of a worker's KV cache, such as 4GiB. 0: 1GiB on CPUs; on GPUs, the part of
-    --gpu-memory-utilization that the rest of the worker does not need."""
+    """Memory of a worker's KV cache, such as 4GiB. 0: 1GiB on CPUs; on GPUs, all memory that
+    --gpu-memory-utilization allows and the rest of the worker does not need."""
     num_blocks: PositiveOrNone = None
     """Number of blocks in the KV cache. 0: as many as --kv-memory holds."""
     gpu_memory_utilization: GpuShare = 0.9
@@ -135,10 +135,10 @@ class EngineOptions(Options):
     64 hexadecimal digits. New copies are encrypted with the first key. Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "value"
     """Which evicted KV blocks are copied to memory, disk and the object store, and which copies are
-    dropped first. value: copies blocks that were used twice or are likely to be reused; first drops
-    copies that are rarely used and cheap to recompute. lru: copies all; first drops the least
-    recently used copy. prefix: copies all; first drops the copy with the most tokens before it.
-    priority: copies all; first drops the copy with the lowest kv_priority."""
+    dropped first. value: copies blocks that were used twice or are likely to be reused, and drops
+    copies that are rarely used and cheap to recompute. The others copy all blocks. lru drops the
+    least recently used copy, prefix the copy with the most tokens before it, and priority the copy
+    with the lowest kv_priority, a field of requests."""
     kv_pin_share: PinShare = 0.5
     """Largest share of the KV cache, and of each tier, that requests may protect from eviction: 0
     to 1."""

@@ -44,8 +44,8 @@ class GatewayOptions(Options):
     """Number of endpoints that the endpoint picker names besides the first one. The gateway can
     send a request to them if the first one fails."""
     picker_stays: Switch = False
-    """Let the gateway send not only requests but also answers through the endpoint picker, so that
-    the picker knows when a request ends."""
+    """Let the gateway send answers, too, through the endpoint picker, so that the picker knows when
+    a request ends. Without this option, only requests pass through the picker."""
     objectives: Annotated[Mapping[str, int], by_comma("NAME=PRIORITY,...", parse_objectives)] = (
         field(default_factory=dict)
     )

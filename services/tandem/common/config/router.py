@@ -60,8 +60,8 @@ class AddressConfig(Options):
     trusted_proxies: Annotated[tuple[str, ...], by_comma("CIDR,...", _parse_proxies)] = ()
     """Proxies (CIDR networks) whose header X-Forwarded-For is trusted."""
     connections_per_address: Count = 0
-    """Largest number of connections of one client address. 0: half of --connections-max. Trusted
-    proxies have no limit."""
+    """Largest number of connections of one client address. 0: half of --connections-max.
+    Addresses in --trusted-proxies have no limit."""
     requests_per_address: Count = 0
     """Largest number of unanswered requests of one client address. 0: half of --connections-max."""
 
@@ -125,7 +125,8 @@ class AdmissionOptions(Options):
     responses_kept: Count = 0
     """Number of answers of /v1/responses that a router keeps in memory. 0: none."""
     kv_budgets: Literal["allow", "refuse"] = "allow"
-    """Whether requests may limit the KV that they use (`kv_budget`)."""
+    """allow: a request may limit the KV that is kept for it, with the field `kv_budget`. refuse:
+    requests with this field are refused."""
     logprobs_max: Positive = 500_000
     """Largest number of log probabilities in one answer."""
     cors_origins: Annotated[tuple[str, ...], _Http, by_comma("ORIGIN,...", _parse_origins)] = ()
@@ -138,8 +139,9 @@ class AdmissionOptions(Options):
     keys_file: Annotated[Text, Own] = ""
     """JSON file with API keys, such as a mounted Secret, in addition to the keys in Redis."""
     grpc_memory: PositiveSize = 1 << 30
-    """With --api grpc or --endpoint-picker: when the memory of the process has grown by this many
-    bytes, the process drains and ends. `tandem up`, Kubernetes or Compose then starts it again."""
+    """With --api grpc or --endpoint-picker: the process drains and ends if its memory grows by more
+    than this many bytes after the model was loaded. `tandem up`, Kubernetes or Compose then starts
+    it again."""
     keys_max_age_s: Seconds = 0.0
     """Refuse requests with API keys if the router could not read the keys from Redis for this many
     seconds. 0: never."""
@@ -157,7 +159,9 @@ class RouterOptions(AdmissionOptions):
     host: Annotated[str, Own] = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     api: Annotated[Literal["both", "http", "grpc"], Own] = "both"
-    """Public APIs of this process. With grpc, --grpc-memory limits the memory of the process."""
+    """Public APIs that this process serves. both: HTTP and gRPC. grpc: only gRPC, and the process
+    drains and ends when its memory has grown by --grpc-memory; whoever started it, such as
+    Kubernetes, has to start it again."""
     http_port: Annotated[Port, Own] = 8000
     """Port of the HTTP API. With --api grpc, only for probes and other routers."""
     grpc_port: Annotated[Port, Own] = 8001
@@ -173,17 +177,19 @@ class RouterOptions(AdmissionOptions):
         Own,
         by_comma("POOL=RESOURCE/NAME,...", parse_scale_objects),
     ] = field(default_factory=dict)
-    """Kubernetes objects whose numbers of replicas are the pool sizes, such as
-    prefill=statefulsets/NAME. Default: the pool controller sets the sizes."""
+    """Kubernetes objects that run the pools, such as prefill=statefulsets/NAME. The router sizes a
+    pool by its object's number of replicas. Default: the pool controller sizes the pools."""
     tokenizer_processes: Positive = 1
     """Number of processes that render and tokenize prompts."""
     lookup_deadline_s: Seconds = 0.02
-    """Longest wait for the prefix tree in Redis, in seconds. Raise it for a distant Redis."""
+    """Longest wait for the prefix tree in Redis, in seconds. After it, the router chooses workers
+    without knowing which have cached the prompt. Raise it for a distant Redis."""
     hold_deadline_s: Seconds = 30.0
-    """Seconds that a request waits while a pool has no worker. It should be longer than the start
-    of a worker."""
+    """Seconds that a request waits for a decode worker to become ready, before the request fails.
+    Set a longer time than a worker takes to start."""
     drain_deadline_s: Seconds = 30.0
-    """Time in seconds for running requests to finish, when the router stops."""
+    """When the router stops, running requests have this many seconds to finish. The router then
+    ends the rest."""
     header_bytes_max: Annotated[PositiveSize, _Http] = 64 << 10
     """Largest request header, in bytes."""
     headers_max: Annotated[Positive, _Http] = 100

@@ -38,7 +38,7 @@ class PublicTls(Options):
     """The certificate of the two public ports, which clients see."""
 
     tls_cert: Annotated[Text, Own] = ""
-    """PEM file with the certificate chain of both public ports. Default: no TLS."""
+    """PEM file with the certificate chain of the public HTTP and gRPC ports. Default: no TLS."""
     tls_key: Annotated[Text, Own] = ""
     """PEM file with the private key of --tls-cert."""
 

@@ -42,8 +42,8 @@ class TransferConfig(Options):
     local_prefill_max_tokens: Count = 64
     """Prompts with at most this many uncached tokens are computed by the decode worker itself."""
     verify_blocks: VerifyBlocks = "off"
-    """Which KV blocks from other workers are compared with checksums of the sender: none, a sample
-    or all."""
+    """Which pulled KV blocks are compared with checksums from the worker that sends them: none, a
+    sample or all. If a block differs, the pull fails, and its blocks are not used."""
     delay_s: Annotated[Seconds, Parameter(group=MEASUREMENT, name="--transfer-delay")] = 0.0
     """Seconds that are added to each pull, for tests."""
     bytes_per_s: Annotated[
@@ -54,8 +54,8 @@ class TransferConfig(Options):
     """Transfer the KV blocks of a prompt while its next blocks are computed, instead of after the
     whole prompt."""
     heartbeat_timeout_s: PositiveSeconds = 30.0
-    """A worker that sends KV blocks counts as hung if its engine computes no step for this many
-    seconds."""
+    """Longest time, in seconds, that a worker waits for KV blocks from a peer whose engine computes
+    no step. The worker then tries another peer, or computes the blocks itself."""
     pull_deadline_s: PositiveSeconds = 30.0
     """Longest time for the transfer of one group of KV blocks, in seconds."""
     warm_blocks: Count = 0

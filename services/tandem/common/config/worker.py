@@ -88,8 +88,9 @@ class WorkerOptions(Options):
     engine_hang_timeout_s: PositiveSeconds = 60.0
     """The worker ends if its engine has requests but computes nothing for this many seconds."""
     generation: Name = ""
-    """Any name. Workers with the same name must have the same KV format. For an upgrade that
-    changes the KV format, give the new workers a new name."""
+    """A name of your choice for this worker's KV format. A worker whose format differs from that of
+    running workers with the same name is refused. Use a new name for the new workers when an
+    upgrade changes the format."""
     drain_deadline_s: Seconds = 30.0
     """Time in seconds for running requests to move to other workers or finish, when the worker
     stops."""

@@ -16,11 +16,15 @@ class BlockCopy(NamedTuple):
 
 
 class BlockPart(NamedTuple):
-    """The first `num_tokens` tokens of a block. A sequence gets their KV by a copy of the block."""
+    """The first `num_tokens` tokens of a block. A sequence gets their KV by a copy of the block.
+
+    With state groups, `num_tokens` is 0, and the frozen states after the block before are
+    copied."""
 
     num_tokens: int
-    # The block to copy in each KV group, as an id in the group's pool. Empty: nothing is copied.
-    sources: tuple[int, ...]
+    # The block to copy in each KV group, as an id in the group's pool; None: nothing is copied in
+    # this group. Empty: nothing is copied.
+    sources: tuple[int | None, ...]
 
 
 NO_PART = BlockPart(0, ())

@@ -13,6 +13,13 @@ Three examples of a table for 5 blocks of tokens:
     full attention       stored  stored  stored  stored  own
     window               NULL    NULL    stored  stored  own     the window starts in block 2
     KV budget            own     NULL    NULL    own     own     all tokens see block 0, the sinks
+
+In a state group (layout/kv_groups.py), the table of a sequence has one entry: the slot of its
+running state, which is its own. The table of a chain has the frozen state after the chain's last
+block, as in a group with a window of one block:
+
+    state, sequence      own
+    state, chain         NULL    NULL    NULL    NULL    stored
 """
 
 from __future__ import annotations
@@ -50,6 +57,8 @@ class BlockTables:
     ids: list[list[int]] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
+    # The numbers of the state groups, if the tables are those of a sequence.
+    states: tuple[int, ...] = ()
     # Set if the sequence has a KV budget that works like a sliding window: the layout with this
     # window (`KvLayout.under`).
     budget: KvLayout | None = None
@@ -91,9 +100,17 @@ class BlockTables:
         if self.hitters is not None:
             self.hitters.set_sums(num_computed, sums)
 
+    def copy_target(self, group: int, index: int) -> int:
+        """Returns the block into which the KV is copied with which a sequence continues: the block
+        at `index`, or the running state."""
+        return self.ids[group][0 if group in self.states else index]
+
     def held(self, group: int, first: int = 0) -> list[int]:
-        """Returns the ids of the blocks that a group's table references, from index `first` on."""
+        """Returns the ids of the blocks that a group's table references, from index `first` on. A
+        running state is always among them."""
         ids = self.ids[group]
+        if group in self.states:
+            return ids
         kept = ids[first : self.kept[group]] if self.kept else []
         return kept + ids[max(first, self.firsts[group]) :]
 
@@ -102,8 +119,8 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
     """Raises InternalError if a block in `unsafe` is not one of the sequence's `own` blocks."""
     if strangers := set(unsafe).difference(own):
         raise InternalError(
-            f"blocks {sorted(strangers)} are given as unsafe blocks of sequence {sequence_id}, but "
-            "do not belong to it"
+            f"blocks {sorted(strangers)} do not belong to sequence {sequence_id}, but were given "
+            "as blocks of this sequence that a pull may still write"
         )
 
 
@@ -116,6 +133,7 @@ def check_trusted(sequence_id: str, num_blocks: int, num_stored: int, num_held: 
     """
     if not num_stored <= num_blocks <= num_held:
         raise InternalError(
-            f"the pull reports {num_blocks} valid blocks of sequence {sequence_id}; the number "
-            f"must be from {num_stored} (stored before the pull) to {num_held} (all its blocks)"
+            f"after the pull, {num_blocks} blocks of sequence {sequence_id} are reported as valid; "
+            f"{num_stored} were valid before, and the sequence has {num_held}, so the number must "
+            f"be from {num_stored} to {num_held}"
         )

@@ -4,7 +4,8 @@ cached blocks that a request can reuse.
 A request can reuse the first d blocks of its prompt (a hit at depth d) under two conditions:
 
 - The group with full attention has all d blocks.
-- Each group with a window has those of the d blocks that the next token sees.
+- Each group with a window has those of the d blocks that the next token sees. A state group has the
+  frozen state after block d - 1.
 
 `match` finds the largest such d. For example, with d = 5, blocks of 16 tokens and a window of 33
 tokens, the group with the window needs only blocks 3 and 4.
@@ -54,6 +55,11 @@ class KvCache:
         # None: there were no changes, or they were returned already.
         self._chain_changes: BlockChanges | None = None
         self.has_windows = layout.has_windows
+        self._state_groups = layout.state_groups
+        self.has_states = bool(self._state_groups)
+        # (group, slot) of each quarantined slot -> the ids of the pieces that a pull may still
+        # write. The slot is free when the pull can write none of them.
+        self._unsafe_pieces: dict[tuple[int, int], set[int]] = {}
 
     def rates(self, step_tokens: int) -> WorkerRates:
         """Returns the rates that a worker with these pools reports until it has measured its
@@ -85,12 +91,21 @@ class KvCache:
 
         Considers only blocks that follow the block `parent_hash`. Returns None if none of them
         starts with `token_ids[0]`. References no block.
+
+        With state groups, returns the frozen states after the block `parent_hash`, because no
+        sequence can continue inside a block. None: there are none.
         """
+        if self.has_states:
+            states = tuple(
+                self.pools[n].find(parent_hash) if group.has_states else None
+                for n, group in enumerate(self.layout.groups)
+            )
+            is_cached = all(states[number] is not None for number in self._state_groups)
+            return BlockPart(0, states) if is_cached else None
         for num_tokens, block_hash in self.pools[0].children.closest(parent_hash, token_ids):
             found = [pool.find(block_hash) for pool in self.pools]
-            sources = tuple(block_id for block_id in found if block_id is not None)
-            if len(sources) == len(found):
-                return BlockPart(num_tokens, sources)
+            if None not in found:
+                return BlockPart(num_tokens, tuple(found))
         return None
 
     def reserve(
@@ -100,9 +115,10 @@ class KvCache:
         *,
         num_tokens: int,
         resume: int,
-        sources: Sequence[int] = (),
+        sources: Sequence[int | None] = (),
         budget: KvBudget | None = None,
         loaded: int = 0,
+        is_chain: bool = False,
     ) -> BlockTables | None:
         """Returns the block tables of a sequence. They reference the first `depth` blocks of the
         chain `block_hashes`, which must be cached. The other blocks are newly allocated.
@@ -118,6 +134,8 @@ class KvCache:
         - `sources`: one block for each group, which the engine will copy into the group's first
           allocated block. The sources stay referenced until `end_copies`. A group needs no copy,
           and ignores its source, if its table starts after the block at index `depth`.
+        - `is_chain`: the tables are those of a chain without a sequence, so no running state is
+          allocated in state groups. Instead, the tables have the frozen state at the chain's end.
         """
         if not self.can_reserve(
             block_hashes,
@@ -127,19 +145,20 @@ class KvCache:
             sources=sources,
             budget=budget,
             loaded=loaded,
+            is_chain=is_chain,
         ):
             return None
         layout = self._layout_under(budget)
-        tables = BlockTables()
+        tables = BlockTables(states=() if is_chain else self._state_groups)
         if budget is not None and budget.keeps_hitters:
             tables.hitters = HeavyHitters(budget, self._block_size)
         elif budget is not None:
             tables.budget = layout
-        spans = _spans(layout, _most_kept(budget, num_tokens), resume)
-        for pool, (kept, first, end), source in zip(
-            self.pools, spans, self._copied(sources, spans, depth), strict=True
+        spans = _spans(layout, _most_kept(budget, num_tokens), resume, is_chain=is_chain)
+        for number, (pool, (kept, first, end), source) in enumerate(
+            zip(self.pools, spans, self._copied(sources, spans, depth), strict=True)
         ):
-            hashes = block_hashes[first : max(depth, loaded)]
+            hashes = [] if number in tables.states else block_hashes[first : max(depth, loaded)]
             size = kept + end - first
             if loaded and isinstance(pool, WindowPool):
                 blocks = pool.reserve_any(hashes, size)
@@ -148,7 +167,7 @@ class KvCache:
                 found = pool.reserve(hashes, size, source)
                 assert found is not None
                 num_cached = found.num_cached_blocks
-                assert loaded or num_cached == max(0, depth - first), "there was no such hit"
+                assert loaded or num_cached == len(hashes), "there was no such hit"
                 blocks = found.block_table
             tables.ids.append(blocks[:kept] + [NULL_BLOCK] * (first - kept) + blocks[kept:])
             tables.firsts.append(first)
@@ -162,16 +181,19 @@ class KvCache:
         *,
         num_tokens: int,
         resume: int,
-        sources: Sequence[int] = (),
+        sources: Sequence[int | None] = (),
         budget: KvBudget | None = None,
         loaded: int = 0,
+        is_chain: bool = False,
     ) -> bool:
         """Returns whether `reserve` would find enough room."""
-        spans = _spans(self._layout_under(budget), _most_kept(budget, num_tokens), resume)
-        for pool, (kept, first, end), source in zip(
-            self.pools, spans, self._copied(sources, spans, depth), strict=True
+        layout = self._layout_under(budget)
+        spans = _spans(layout, _most_kept(budget, num_tokens), resume, is_chain=is_chain)
+        states = () if is_chain else self._state_groups
+        for number, (pool, (kept, first, end), source) in enumerate(
+            zip(self.pools, spans, self._copied(sources, spans, depth), strict=True)
         ):
-            hashes = block_hashes[first : max(depth, loaded)]
+            hashes = [] if number in states else block_hashes[first : max(depth, loaded)]
             size = kept + end - first
             if loaded and isinstance(pool, WindowPool):
                 fits = pool.can_reserve_any(hashes, size)
@@ -207,7 +229,7 @@ class KvCache:
             self.pools[copy.group].release([copy.source])
 
     def _copied(
-        self, sources: Sequence[int], spans: Sequence[tuple[int, int, int]], depth: int
+        self, sources: Sequence[int | None], spans: Sequence[tuple[int, int, int]], depth: int
     ) -> list[int | None]:
         """Returns the block to copy in each group. The copy becomes the block at index `depth`.
         None: the group's table starts after this index, so no copy is needed."""
@@ -233,7 +255,7 @@ class KvCache:
         """
         num_blocks = len(block_hashes)
         num_tokens = num_blocks * self.layout.block_size
-        spans = _spans(self.layout, num_tokens, num_tokens)
+        spans = _spans(self.layout, num_tokens, num_tokens, is_chain=True)
         room = min(
             max(first, depth) + pool.num_free
             for pool, (_, first, _) in zip(self.pools, spans, strict=True)
@@ -246,7 +268,9 @@ class KvCache:
         size = self._block_size
         passed = tables.num_evicted_tokens
         num_blocks = covered = -(-(num_tokens - passed) // size)
-        for pool, ids in zip(self.pools, tables.ids, strict=True):
+        for number, (pool, ids) in enumerate(zip(self.pools, tables.ids, strict=True)):
+            if number in tables.states:
+                continue
             while len(ids) < num_blocks:
                 taken = pool.allocate(1)
                 if taken is None:
@@ -259,7 +283,7 @@ class KvCache:
         """Releases the blocks that left the window: those that no token after the first
         `num_tokens` tokens sees."""
         for number, group in enumerate((tables.budget or self.layout).groups):
-            if group.window is None:
+            if group.window is None or number in tables.states:
                 continue
             ids = tables.ids[number]
             first = tables.firsts[number]
@@ -294,11 +318,13 @@ class KvCache:
         If the pool already has an equal block, the table gets that block instead of its own.
         `block_tokens(i)` returns the token ids of block i, if known. `adapter` is only used in
         events. `resumable` lists the depths at which later requests are expected to resume. Tiers
-        may copy the blocks that windows need at these depths.
+        may copy the blocks that windows need at these depths. Running states are not cached.
         """
-        for group, pool, ids, held in zip(
-            self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True
+        for number, (group, pool, ids, held) in enumerate(
+            zip(self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True)
         ):
+            if number in tables.states:
+                continue
             for i in range(max(first, held), last):
                 if pool.find(block_hashes[i]) == ids[i]:
                     # The block was cached before the load, which filled only missing blocks.
@@ -316,9 +342,55 @@ class KvCache:
             if first < depth <= last:
                 self.want_copies(block_hashes[:depth])
 
+    def freeze(
+        self,
+        tables: BlockTables,
+        block_hashes: Sequence[bytes],
+        *,
+        chain_root: bytes,
+        token_ids: Sequence[int] = (),
+        adapter: Adapter | None = None,
+    ) -> list[BlockCopy]:
+        """Caches copies of a sequence's running states under the last of `block_hashes`, after
+        which they are. `token_ids` are the tokens of this block.
+
+        Returns the copies, which the caller must make at once. Makes none if the states are cached
+        already, or if all slots are in use.
+        """
+        copies = []
+        *before, block_hash = block_hashes
+        for group in tables.states:
+            pool = self._state_pool(group)
+            if pool.find(block_hash) is not None or (taken := pool.allocate(1)) is None:
+                continue
+            pool.store(
+                taken[0],
+                parent_id=None,
+                parent_hash=before[-1] if before else chain_root,
+                block_hash=block_hash,
+                token_ids=token_ids,
+                index=len(before),
+                adapter=adapter,
+            )
+            pool.release(taken)
+            copies.append(BlockCopy(tables.ids[group][0], taken[0], group))
+        return copies
+
+    def evict_first(self, tables: BlockTables, block_hash: bytes) -> None:
+        """Makes a sequence's frozen states the first to be evicted, if they are cached and no
+        sequence uses them."""
+        for group in tables.states:
+            self._state_pool(group).evict_first(block_hash)
+
+    def _state_pool(self, group: int) -> WindowPool:
+        pool = self.pools[group]
+        assert isinstance(pool, WindowPool)
+        return pool
+
     def release(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:
         """Drops the tables' references to their blocks. The blocks in `unsafe`, which a pull or a
         tier load may still write, stay in quarantine until `unquarantine`."""
+        self._note_unsafe(unsafe)
         for number, quarantined in enumerate(self._by_group(unsafe)):
             if tables:
                 pool = self.pools[number]
@@ -335,6 +407,7 @@ class KvCache:
             for pool, blocks in zip(self.pools, by_group, strict=True)
         ):
             return False
+        self._note_unsafe(unsafe)
         for pool, blocks, ids in zip(self.pools, by_group, tables.ids, strict=True):
             fresh = pool.allocate(len(blocks))
             assert fresh is not None
@@ -356,23 +429,38 @@ class KvCache:
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """Frees these blocks if they are quarantined. No pull can write them any more."""
-        for pool, blocks in zip(self.pools, self._by_group(block_ids), strict=True):
+        safe = dict.fromkeys(block_ids)
+        for slot, pieces in list(self._unsafe_pieces.items()):
+            pieces.difference_update(safe)
+            if not pieces:
+                del self._unsafe_pieces[slot]
+        by_group: list[list[int]] = [[] for _ in self.pools]
+        for group, local in dict.fromkeys(map(self.layout.locate, safe)):
+            if (group, local) not in self._unsafe_pieces:
+                by_group[group].append(local)
+        for pool, blocks in zip(self.pools, by_group, strict=True):
             pool.unquarantine(blocks)
+
+    def _note_unsafe(self, block_ids: Iterable[int]) -> None:
+        """Records which pieces of quarantined slots a pull may still write."""
+        for block_id in block_ids if self.has_states else ():
+            slot = self.layout.locate(block_id)
+            if slot[0] in self._state_groups:
+                self._unsafe_pieces.setdefault(slot, set()).add(block_id)
 
     def global_ids(self, tables: BlockTables, first: int = 0) -> list[int]:
         """Returns the blocks of the tables from index `first` on, group after group, as ids that
         are unique among the pools."""
         return [
-            start + block
-            for number, start in enumerate(self.layout.first_ids)
+            block_id
+            for number in range(len(self.pools))
             if tables
-            for block in tables.held(number, first)
+            for block_id in self.layout.global_ids(number, tables.held(number, first))
         ]
 
     def _by_group(self, block_ids: Iterable[int]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in self.pools]
-        for block_id in dict.fromkeys(block_ids):
-            group, local = self.layout.locate(block_id)
+        for group, local in dict.fromkeys(map(self.layout.locate, block_ids)):
             found[group].append(local)
         return found
 
@@ -455,13 +543,19 @@ def _most_kept(budget: KvBudget | None, num_tokens: int) -> int:
     return min(num_tokens, budget.tokens) if budget and budget.keeps_hitters else num_tokens
 
 
-def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, int, int]]:
+def _spans(
+    layout: KvLayout, num_tokens: int, resume: int, *, is_chain: bool
+) -> list[tuple[int, int, int]]:
     """Returns (kept, first, end) for each group. The group's table has blocks for the indices 0 to
     `kept` - 1 and `first` to `end` - 1. The first `kept` blocks are sinks, which every token sees
-    under a KV budget; without a budget `kept` is 0."""
+    under a KV budget; without a budget `kept` is 0. In a state group, the table of a sequence has
+    one entry, the running state."""
     num_blocks = layout.blocks_of(num_tokens)
     spans = []
     for group in layout.groups:
+        if group.has_states and not is_chain:
+            spans.append((0, 0, 1))
+            continue
         first = group.first_seen(resume)
         least = group.decode_blocks
         kept = min(group.kept_blocks, first)

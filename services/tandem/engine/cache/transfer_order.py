@@ -11,6 +11,9 @@ continues after 4 blocks:
     window of 2 blocks    -  -  3  5      blocks at index 0 and 1 are not transferred
 
 A consumer that already has the block at index 0 receives the blocks from number 1 on.
+
+The running states of a sequence come last (`running_states`). A producer's running states are final
+when the prompt is computed, because the consumer decodes.
 """
 
 from tandem.engine.cache.block_table import BlockTables
@@ -24,18 +27,35 @@ def transfer_order(
     in the chain. The ids are unique among the pools.
 
     The peer continues the sequence after `depth` blocks. With sliding windows or a KV budget,
-    blocks that no later token attends to are left out.
+    blocks that no later token attends to are left out. Running states are left out, too.
     """
     if tables.budget is None and not layout.has_windows:
         return tables.ids[0][first:end]
     layout = tables.budget or layout
     groups = [
-        (start, ids, group.kept_blocks, group.first_seen(depth * layout.block_size))
-        for start, ids, group in zip(layout.first_ids, tables.ids, layout.groups, strict=True)
+        (
+            layout.global_ids(number, ids),
+            group.num_pieces,
+            group.kept_blocks,
+            group.first_seen(depth * layout.block_size),
+        )
+        for number, (ids, group) in enumerate(zip(tables.ids, layout.groups, strict=True))
+        if number not in tables.states
     ]
     return [
-        start + ids[index]
+        block_id
         for index in range(first, end)
-        for start, ids, kept, seen in groups
+        for ids, num_pieces, kept, seen in groups
         if index < kept or index >= seen
+        for block_id in ids[index * num_pieces : (index + 1) * num_pieces]
+    ]
+
+
+def running_states(layout: KvLayout, tables: BlockTables) -> list[int]:
+    """Returns the ids, unique among the pools, of the pieces of a sequence's running states. Empty
+    for a chain without a sequence."""
+    return [
+        block_id
+        for group in tables.states
+        for block_id in layout.global_ids(group, tables.ids[group])
     ]

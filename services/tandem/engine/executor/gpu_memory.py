@@ -113,9 +113,10 @@ class GpuMemory:
         if wait_s <= 0 or not self._free_at_start < needed_bytes <= self._total:
             return
         log.warning(
-            "this worker is to use %.1f GB of the GPU's memory, but only %.1f of %.1f GB are free; "
-            "it waits up to %g s for more. The memory of a killed worker becomes free only when "
-            "the other workers unmap it",
+            "this worker should get %.1f GB of the GPU's memory, but only %.1f of %.1f GB are "
+            "free; it waits up to %g s for more. If another worker on this GPU was killed, its "
+            "memory becomes free only when the workers that read from it have disconnected; if "
+            "that takes too long, restart them",
             needed_bytes / 1e9,
             self._free_at_start / 1e9,
             self._total / 1e9,
@@ -261,8 +262,9 @@ class GpuMemory:
             lock = open(os.open(path, flags, 0o600), "r+b", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(
-                f"the lock file {path} of the workers on this GPU cannot be opened "
-                f"({error.strerror}); remove it, or set TMPDIR to another folder"
+                f"the file {path}, which lets workers start one by one on this GPU, cannot be "
+                f"opened ({error.strerror}); remove the file, or set TMPDIR to another folder, the "
+                "same for all workers on this GPU"
             ) from error
         try:
             self._wait_for(lock)

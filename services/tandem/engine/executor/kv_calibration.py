@@ -179,9 +179,9 @@ def _read(file: Path, config: ModelConfig) -> KeyChannels:
         )
         if channels.scales.shape != shape or not is_order or not (channels.scales > 0).all():
             raise ConfigError(
-                f"{file} does not belong to this model: it must have the order and the scales of "
-                f"the KV channels in the shape {list(shape)} (layers, KV heads, head size); remove "
-                "the file"
+                f"{file} does not belong to this model: its tensors order (of a head's channels) "
+                f"and scales (above 0) must have the shape {list(shape)} (layers, KV heads, head "
+                "size); remove the file, and the tensors are computed again"
             )
     return channels
 

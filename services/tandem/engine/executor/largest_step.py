@@ -43,5 +43,11 @@ def largest_step(
         table = list(range(first, first + num_blocks))
         first += num_blocks
         others = [table] * (num_groups - 1)
-        slices.append(SequenceSlice([0] * length, context_len, table, True, other_tables=others))
+        # No CUDA graph replays a step whose hidden states are wanted. So the memory of a step that
+        # is launched kernel by kernel is measured, also if it has few tokens.
+        slices.append(
+            SequenceSlice(
+                [0] * length, context_len, table, True, wants_hidden=True, other_tables=others
+            )
+        )
     return StepBatch(slices), first

@@ -25,6 +25,7 @@ from tandem.engine.cache.layout.kv_groups import (
     model_layout,
 )
 from tandem.engine.cache.layout.pool_memory import create_shared, own_pages, size_shared
+from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.engine.executor.card_dtypes import check_dtypes, is_old
 from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.gpu_memory import GpuMemory
@@ -56,10 +57,11 @@ from tandem.models.memory import (
     why_too_much,
     worker_need,
 )
-from tandem_kernels.kv_cache import KvPool, StaticKv, make_pool
+from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
+from tandem_kernels.state_pool import Pool, StatePool, without_states
 
 if TYPE_CHECKING:
     from tandem.common.adapter import Adapter
@@ -117,7 +119,7 @@ class ModelRunner:
     # The memory of all KV pools, one pool after the other: uint8 [bytes of all pools]. `allocate`
     # creates it.
     kv: torch.Tensor
-    pools: list[KvPool]  # one pool for each KV group
+    pools: list[Pool]  # one pool for each KV group
     whole_layout: KvLayout  # of blocks with the heads of all ranks; set by `allocate`
     # The bytes of whole blocks, if each rank has a pool of its own. `allocate` creates it.
     blocks: RankPoolBytes
@@ -193,6 +195,8 @@ class ModelRunner:
                 "several ranks of torch kernels do not support KV budgets; native kernels do, and "
                 "so does tensor-parallel 1"
             )
+        if model.has_states:
+            self.why_no_budgets = "some layers of the model keep a state in place of KV"
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
         self._drawn = HostTokens([])
@@ -210,7 +214,7 @@ class ModelRunner:
         if self._has_own_pool and config.has_tiers:
             raise ConfigError(
                 f"KV tiers ({', '.join(config.tiers)}) cannot be used with tensor-parallel "
-                f"{config.tensor_parallel} on GPUs, where each rank has a KV pool of its own; set "
+                f"{config.tensor_parallel} if each rank has a KV pool of its own, as on GPUs; set "
                 "tensor-parallel to 1, or remove the KV tiers"
             )
         # Ranks that share a GPU would measure each other's memory.
@@ -412,12 +416,12 @@ class ModelRunner:
         if triton is None:
             gpu.measure(
                 lambda: None,
-                lambda: self._large.sample(self._large.forward(batch, pools), draws),
+                lambda: self._large.sample(self._compute(self._large, batch, pools), draws),
             )
             return
         gpu.measure(
-            lambda: triton.prepare(pools),
-            lambda: triton.sample(triton.forward(batch, pools), draws),
+            lambda: triton.prepare(without_states(pools)),
+            lambda: triton.sample(self._compute(triton, batch, pools), draws),
         )
         triton.drop_graphs()
 
@@ -441,11 +445,11 @@ class ModelRunner:
             self._members.memory.post(messages.Allocate(num_blocks))
         if self._triton is not None:
             with self._explains("the CUDA graphs were recorded"):
-                self._triton.prepare(self.pools)
+                self._triton.prepare(without_states(self.pools))
         if self._gpu is not None:
             self._gpu.end()
 
-    def _make_pools(self, layout: KvLayout) -> tuple[torch.Tensor, list[KvPool]]:
+    def _make_pools(self, layout: KvLayout) -> tuple[torch.Tensor, list[Pool]]:
         """Returns the memory of all pools, and the pools."""
         if self.device.type == "cpu":
             memory = torch.frombuffer(self._pages(layout.pool_bytes), dtype=torch.uint8)
@@ -453,7 +457,9 @@ class ModelRunner:
             memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
         return memory, [
-            make_pool(
+            StatePool(part.view(group.layout.num_blocks, -1), group.layout)
+            if isinstance(group.layout, StateLayout)
+            else make_pool(
                 part.view(group.layout.num_blocks, -1),
                 group.layout,
                 self._static_of(group),
@@ -542,7 +548,18 @@ class ModelRunner:
         # The native decoder itself sends its inputs to the other ranks.
         if self._members is not None and not isinstance(self._last, NativeDecoder):
             self._members.memory.post(batch)
-        return self._last.forward(batch, self.pools, on_kv_written)
+        return self._compute(self._last, batch, self.pools, on_kv_written)
+
+    def _compute(
+        self,
+        steps: NativeDecoder | DecoderSteps | TritonSteps,
+        batch: StepBatch,
+        pools: Sequence[Pool],
+        on_kv_written: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
+        if isinstance(steps, DecoderSteps | NativeDecoder):
+            return steps.forward(batch, pools, on_kv_written)
+        return steps.forward(batch, without_states(pools), on_kv_written)
 
     def compute_share(self, sent: SentStep, numbers_address: int) -> None:
         """Computes this rank's share of a step that rank 0 has sent."""

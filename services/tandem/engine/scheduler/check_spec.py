@@ -152,6 +152,6 @@ def _check_pool(spec: SequenceSpec, layout: KvLayout, max_model_len: int) -> Non
         raise NeverFits(
             f"a prompt of {spec.num_prompt_tokens} tokens with max_tokens {max_tokens} can grow "
             f"to {num_tokens} tokens, but the KV pool holds only {pool}; send a shorter prompt "
-            "or a lower limit",
+            "or a lower max_tokens",
             param="max_tokens" if spec.num_prompt_tokens < capacity else "prompt",
         )

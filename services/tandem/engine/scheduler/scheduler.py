@@ -388,8 +388,8 @@ class Scheduler:
         parent = find_parent(sequence, self.running, depth)
         part = self._kv.find_partial_block(*sequence.reusable_part(depth))
         # Tries to start with a copy of the partly matching block. If that fails, tries without it,
-        # because the pool may have to evict this block to make room.
-        for each in (part, None):
+        # because the pool may have to evict this block to make room. Frozen states must be copied.
+        for each in (part,) if self._kv.has_states else (part, None):
             start = sequence.plan(depth, parent, each)
             if self._kv.can_reserve(
                 hashes,

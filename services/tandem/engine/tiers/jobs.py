@@ -334,7 +334,8 @@ class Load:
             part.end_read(end_read, data)
         except (OSError, BadBlock) as error:
             log.warning(
-                "block %d of the KV cache tier %s cannot be read: %s",
+                "block %d of the KV cache tier %s cannot be read, so its tokens are computed "
+                "again: %s",
                 part.slot,
                 part.storage.name,
                 error,

@@ -17,6 +17,8 @@ apart     block_sparse_moe.gate.weight                  [experts, hidden]       
           mlp.gate.weight, mlp.experts.E.{gate,up,down}_proj.weight             Qwen 3, DeepSeek
           mlp.gate.e_score_correction_bias              [experts]               DeepSeek V3
           mlp.shared_experts.{gate,up,down}_proj.weight                         DeepSeek
+          mlp.shared_expert.{gate,up,down}_proj.weight                          Qwen 3 Next
+          mlp.shared_expert_gate.weight                 [1, hidden]             Qwen 3 Next
 stacked   mlp.gate.weight                               [experts, hidden]       all of the above
           mlp.experts.gate_up_proj                      [experts, 2 inner, hidden]
           mlp.experts.down_proj                         [experts, hidden, inner]
@@ -51,7 +53,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 MXFP4_BLOCK = 32  # number of consecutive weights of a row that share a scale
 CORRECTION = "e_score_correction_bias"
-_STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+STACKED_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _OF_GGUF = tuple(f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down"))
 _PLACES: dict[ExpertForm, str] = {
     "mixtral": "block_sparse_moe",
@@ -65,6 +67,11 @@ _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
     "deepseek": ("gate_proj", "up_proj", "down_proj"),
     "llama4": ("gate_proj", "up_proj", "down_proj"),
 }
+
+
+def shared_mlp(experts: Experts) -> str:
+    """Returns the name of the MLP that all tokens use."""
+    return "mlp.shared_expert" if experts.has_shared_gate else "mlp.shared_experts"
 
 
 def bias_of(weight: str) -> str:
@@ -85,7 +92,7 @@ class ExpertNames:
     def of(cls, config: ModelConfig, stored: Collection[str]) -> Self:
         """Detects the naming scheme from the names of the stored tensors."""
         is_stacked = config.expert_form in ("gpt_oss", "llama4") or any(
-            name.endswith(_STACKED) for name in stored
+            name.endswith(STACKED_EXPERTS) for name in stored
         )
         is_gguf = any(name.endswith(_OF_GGUF) for name in stored)
         return cls(config.expert_form, is_stacked or is_gguf, config.is_mxfp4, is_gguf)
@@ -105,7 +112,7 @@ class ExpertNames:
     @property
     def stacked(self) -> tuple[str, ...]:
         """Names of the stacked tensors: (gate_up, down), or (gate, up, down) in GGUF files."""
-        return _OF_GGUF if self.is_gguf else _STACKED
+        return _OF_GGUF if self.is_gguf else STACKED_EXPERTS
 
     def parts(self, expert: int) -> tuple[str, str, str]:
         """Returns the names of an expert's gate, up and down matrices."""

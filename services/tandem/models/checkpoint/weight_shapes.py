@@ -18,6 +18,21 @@ self_attn.o_proj.weight               [hidden, heads * value]             always
 
 q_a_proj, kv_a_proj_with_mqa and o_proj may have a bias, whose shape is the first size of the
 weight.
+
+A layer with linear attention (`GatedDelta`) has the following tensors. The outputs of joined
+matrices are ordered by key head: for each key head q, k, v and z, and b and a. Otherwise the q of
+all heads come first, then their k, then v.
+
+name                                  shape                                         present
+linear_attn.in_proj_qkvz.weight       [channels + value heads * value dim, hidden]  joined
+linear_attn.in_proj_ba.weight         [2 * value heads, hidden]                     joined
+linear_attn.in_proj_qkv.weight        [channels, hidden]                            not joined
+linear_attn.in_proj_z.weight          [value heads * value dim, hidden]             not joined
+linear_attn.in_proj_{b,a}.weight      [value heads, hidden]                         not joined
+linear_attn.conv1d.weight             [channels, 1, kernel]
+linear_attn.A_log, linear_attn.dt_bias  [value heads]
+linear_attn.norm.weight               [value dim]
+linear_attn.out_proj.weight           [hidden, value heads * value dim]
 """
 
 from __future__ import annotations
@@ -25,9 +40,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tandem.errors import UnsupportedModel
-from tandem.models.checkpoint.expert_names import ExpertNames, Shapes
+from tandem.models.checkpoint.expert_names import ExpertNames, Shapes, shared_mlp
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -84,7 +100,12 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             f"least one tensor each, but the checkpoint has only {len(stored)} tensors"
         )
     for i, spec in enumerate(config.layers):
-        layer = _attention_shapes(config, spec, f"model.layers.{i}", stored) | (
+        layer = _norm_shapes(config) | (
+            _delta_shapes(spec.linear, hidden)
+            if spec.linear
+            else _attention_shapes(config, spec, f"model.layers.{i}", stored)
+        )
+        layer |= (
             names.shapes(spec.experts, hidden)
             if spec.experts
             else _mlp_shapes(config, inner=spec.inner or 0)
@@ -97,7 +118,9 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             layer["per_layer_projection.weight"] = (hidden, size)
             layer["post_per_layer_input_norm.weight"] = (hidden,)
         if spec.experts and spec.experts.shared_inner:
-            layer |= _mlp_shapes(config, "mlp.shared_experts", spec.experts.shared_inner)
+            layer |= _mlp_shapes(config, shared_mlp(spec.experts), spec.experts.shared_inner)
+        if spec.experts and spec.experts.has_shared_gate:
+            layer["mlp.shared_expert_gate.weight"] = (1, hidden)
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
     return shapes
 
@@ -106,17 +129,41 @@ def _num_experts(config: ModelConfig) -> int:
     return sum(spec.experts.num for spec in config.layers if spec.experts)
 
 
+def _norm_shapes(config: ModelConfig) -> Shapes:
+    return {f"{name}.weight": (config.hidden_size,) for name in NORMS[config.norms].values()}
+
+
+def _delta_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
+    num_values = sizes.num_value_heads * sizes.value_dim
+    outputs = {
+        "qkv": sizes.num_channels,
+        "z": num_values,
+        "b": sizes.num_value_heads,
+        "a": sizes.num_value_heads,
+    }
+    if sizes.is_joined:
+        outputs = {"qkvz": sizes.num_channels + num_values, "ba": 2 * sizes.num_value_heads}
+    return {
+        f"linear_attn.in_proj_{name}.weight": (num, hidden) for name, num in outputs.items()
+    } | {
+        "linear_attn.conv1d.weight": (sizes.num_channels, 1, sizes.kernel),
+        "linear_attn.A_log": (sizes.num_value_heads,),
+        "linear_attn.dt_bias": (sizes.num_value_heads,),
+        "linear_attn.norm.weight": (sizes.value_dim,),
+        "linear_attn.out_proj.weight": (hidden, num_values),
+    }
+
+
 def _attention_shapes(
     config: ModelConfig, spec: LayerSpec, layer: str, stored: Collection[str]
 ) -> Shapes:
-    """Returns the shapes of a layer's attention and norms. `layer` is the name of the layer, such
+    """Returns the shapes of a layer's attention. `layer` is the name of the layer, such
     as model.layers.0."""
     hidden = config.hidden_size
     heads = config.heads_of(spec)
     head_dim = heads.dim
-    norms: Shapes = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}
     if config.latent is not None:
-        return norms | _latent_shapes(config, config.latent, layer, stored)
+        return _latent_shapes(config, config.latent, layer, stored)
     q_size = config.num_attention_heads * head_dim
     kv_size = heads.num_kv * head_dim
     value_dim = config.value_dim or head_dim
@@ -125,12 +172,14 @@ def _attention_shapes(
     if config.has_fused_qkv:
         linears["self_attn.qkv_proj"] = (q_size + 2 * kv_size, hidden, config.qkv_bias)
     else:
-        linears["self_attn.q_proj"] = (q_size, hidden, config.qkv_bias)
+        # With gates, each head has its query and then its gate.
+        q_out = q_size * 2 if config.has_attention_gates else q_size
+        linears["self_attn.q_proj"] = (q_out, hidden, config.qkv_bias)
     if spec.kv_source is None and not config.has_fused_qkv:
         linears["self_attn.k_proj"] = (kv_size, hidden, config.qkv_bias)
         if not spec.values_are_keys:
             linears["self_attn.v_proj"] = (heads.num_kv * value_dim, hidden, config.qkv_bias)
-    shapes = norms
+    shapes: Shapes = {}
     if config.has_sinks and not spec.lacks_sinks:
         shapes["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm and config.qk_norm != "rotated_plain":

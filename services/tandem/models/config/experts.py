@@ -46,6 +46,8 @@ class Experts:
     groups: ExpertGroups | None = None
     scale: float = 1.0  # factor on the weights of the chosen experts
     shared_inner: int = 0  # sum of the intermediate sizes of all shared experts; 0: there are none
+    # True: the output of the shared expert is multiplied by the sigmoid of a learned gate.
+    has_shared_gate: bool = False
 
 
 def read_experts(
@@ -66,6 +68,9 @@ def read_experts(
     has_own_size = family.experts in ("qwen", "deepseek", "llama4")
     inner = size(config, "moe_intermediate_size" if has_own_size else "intermediate_size")
     has_shared = "n_shared_experts" in family.defaults
+    shared_inner = inner * size(config, "n_shared_experts") if has_shared else 0
+    if family.has_shared_gate:
+        shared_inner = size(config, "shared_expert_intermediate_size")
     experts = Experts(
         num=num,
         top_k=top_k,
@@ -77,7 +82,8 @@ def read_experts(
         weighs_inputs=family.weighs_inputs,
         groups=_groups(config, family, num, top_k) if is_deepseek else None,
         scale=optional_number(config, "routed_scaling_factor", 1.0) if is_deepseek else 1.0,
-        shared_inner=inner * size(config, "n_shared_experts") if has_shared else 0,
+        shared_inner=shared_inner,
+        has_shared_gate=family.has_shared_gate,
     )
     return [experts if is_sparse else None for is_sparse in _are_sparse(config, family, num_layers)]
 

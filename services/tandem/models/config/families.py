@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 Norms = Literal["before", "after", "around", "around_glm", "parallel"]
 QkNorm = Literal["", "head", "all", "rotated", "rotated_plain"]
+Linear = Literal["", "gated_delta", "gated_delta_joined"]
 Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
 ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4"]
 Fused = Literal["", "mlp", "all"]
@@ -96,6 +97,8 @@ class Family:
         "range": every `moe_layer_interval`-th layer from `moe_layer_start_index` to
             `moe_layer_end_index` (-1: the last layer);
         "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer.
+    has_shared_gate: layers with experts have one shared expert, whose output is multiplied by the
+        sigmoid of a learned gate.
     has_sigmoids: the score of an expert is the sigmoid of its logit instead of a softmax.
     is_corrected: experts are chosen by their score plus a learned bias.
     weighs_inputs: the weight of an expert multiplies its input instead of its output.
@@ -107,6 +110,15 @@ class Family:
         (`global_head_dim`), the last ones read the KV of earlier layers (`num_kv_shared_layers`),
         values are normalized, and each layer has a scalar and may have embeddings of its own.
     is_latent: attention is latent (latent.py).
+    linear: the kind of the layers that `layer_types` calls linear_attention. Without `layer_types`,
+        every `full_attention_interval`-th layer has full attention, and the others are linear.
+        "": the family has no such layers;
+        "gated_delta": Gated DeltaNet (linear_attention.py), whose checkpoints have a matrix for
+            each of q with k and v, z, b and a;
+        "gated_delta_joined": Gated DeltaNet, whose checkpoints have one matrix for q, k, v and z,
+            and one for b and a.
+    has_attention_gates: the output of attention is multiplied by the sigmoid of a gate. The matrix
+        q_proj computes the gates too: for each head the query, then the gate.
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
     has_sinks: each head has an attention sink: a learned score that the softmax over the head's
@@ -146,6 +158,7 @@ class Family:
     multipliers: Literal["", "granite", "gemma", "cohere"] = ""
     experts: ExpertForm = ""
     expert_layers: ExpertLayers = "all"
+    has_shared_gate: bool = False
     has_sigmoids: bool = False
     is_corrected: bool = False
     weighs_inputs: bool = False
@@ -153,6 +166,8 @@ class Family:
     has_rotary_dim: bool = False
     has_gemma4_layers: bool = False
     is_latent: bool = False
+    linear: Linear = ""
+    has_attention_gates: bool = False
     has_extra_layers: bool = False
     has_sinks: bool = False
     has_clamped_gates: bool = False
@@ -171,6 +186,25 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
+}
+
+# Qwen3-Next and Qwen3.5: three of four layers have linear attention.
+_QWEN_LINEAR: Mapping[str, Any] = {
+    "norm_offset": 1.0,
+    "qk_norm": "head",
+    "has_partial_rope": True,
+    "has_attention_gates": True,
+    "refuses": ("attention_bias",),
+}
+_QWEN_LINEAR_DEFAULTS = {
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
 
 _GPT_OSS_ROPE = {
@@ -230,6 +264,40 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
             "decoder_sparse_step": 1,
+        },
+    ),
+    "Qwen3NextForCausalLM": Family(
+        **_QWEN_LINEAR,
+        experts="qwen",
+        expert_layers="steps",
+        has_shared_gate=True,
+        linear="gated_delta_joined",
+        defaults=_QWEN_LINEAR_DEFAULTS
+        | {
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        **_QWEN_LINEAR, linear="gated_delta", defaults=_QWEN_LINEAR_DEFAULTS
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        **_QWEN_LINEAR,
+        experts="qwen",
+        has_shared_gate=True,
+        linear="gated_delta",
+        defaults=_QWEN_LINEAR_DEFAULTS
+        | {
+            "intermediate_size": 512,  # of no layer
+            "norm_topk_prob": True,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
         },
     ),
     "GptOssForCausalLM": Family(
@@ -633,6 +701,7 @@ FAMILIES: Mapping[str, Family] = {
             ".feed_forward.shared_expert.": ".mlp.shared_experts.",
             ".feed_forward.": ".mlp.",
         },
+        demands={"norm_topk_prob": (False,)},
         defaults={
             "attention_chunk_size": 8192,
             "attn_scale": 0.1,

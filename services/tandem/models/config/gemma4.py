@@ -44,6 +44,8 @@ def with_gemma4_layers(
     """Returns the layers with their own heads, shared KV and MLP sizes. `heads` are those of layers
     with a window. Raises UnsupportedModel naming the field that is not supported."""
     kinds = _kinds(layers, config)
+    if not kinds[-1]:
+        raise UnsupportedModel("layer_types must end with full_attention for this architecture")
     own_heads = _heads(config, kinds, heads)
     num_shared = layer_number({"num_kv_shared_layers": 0, **config}, "num_kv_shared_layers")
     first_shared = len(layers) - num_shared

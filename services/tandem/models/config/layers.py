@@ -18,11 +18,13 @@ from tandem.models.config.fields import (
     optional_size,
     size,
 )
+from tandem.models.config.linear_attention import GatedDelta, read_gated_delta
 from tandem.models.config.rope import NO_ROPE, QueryScaling, Rope, read_query_scaling, read_ropes
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _CHUNKED = "chunked_attention"
+_LINEAR = "linear_attention"
 LAYERS_MAX = 4096  # maximum number of layers; a larger number means that config.json is broken
 # transformers' default of `max_window_layers` (Qwen): the first 28 layers have no window.
 _DEFAULT_WINDOW_LAYERS = 28
@@ -50,6 +52,9 @@ class LayerSpec:
     # token at position p attends to the tokens from position p - p % window on.
     is_chunked: bool = False
     experts: Experts | None = None  # experts of the layer; None: the layer has a dense MLP
+    # Linear attention: the layer keeps a state of constant size in place of keys and values. None:
+    # the layer has attention.
+    linear: GatedDelta | None = None
     heads: Heads | None = None  # None: the layer has the model's heads
     # Number of the earlier layer whose keys and values this layer reads. None: the layer has its
     # own.
@@ -70,6 +75,7 @@ def read_layers(
             f"num_hidden_layers is {num_layers}; it must be at most {LAYERS_MAX}"
         )
     have_rope = _have_rope(config, family, num_layers)
+    linear = _linear_layers(config, family, num_layers)
     slide = _have_window(config, family, have_rope)
     is_chunked = family.windows == "chunked"
     window_key = "attention_chunk_size" if is_chunked else "sliding_window"
@@ -79,7 +85,8 @@ def read_layers(
         if not have_window and family.rope_in_windows == "only":
             raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
         have_rope = slide if have_window else have_rope
-    _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
+    if not family.linear:
+        _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
     # Layers whose heads differ from those of layers without a window need a KV group of their own.
     has_own_heads = family.has_gemma4_layers or family.has_mimo_layers
     if has_own_heads and any(slide) and window is None:
@@ -104,11 +111,36 @@ def read_layers(
             heads=_mimo_heads(config) if family.has_mimo_layers and slides else None,
             lacks_sinks=family.has_mimo_layers and not slides,
             experts=experts,
+            linear=of_layer,
         )
-        for slides, has_rope, experts in zip(
-            slide, have_rope, read_experts(config, family, num_layers), strict=True
+        for slides, has_rope, experts, of_layer in zip(
+            slide, have_rope, read_experts(config, family, num_layers), linear, strict=True
         )
     )
+
+
+def _linear_layers(
+    config: Mapping[str, Any], family: Family, num_layers: int
+) -> list[GatedDelta | None]:
+    """Returns, for each layer, the sizes of its linear attention, or None if it has attention."""
+    if not family.linear:
+        return [None] * num_layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = optional_size(config, "full_attention_interval", num_layers)
+        kinds = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(num_layers)]
+    kinds = one_per_layer(kinds, "layer_types", num_layers)
+    if unknown := [kind for kind in kinds if kind not in (_FULL, _LINEAR)]:
+        raise UnsupportedModel(
+            f"layer_types has {unknown[0]!r:.80}, which is not supported for this architecture; "
+            f"supported are {_FULL} and {_LINEAR}"
+        )
+    if _FULL not in kinds:
+        raise UnsupportedModel(
+            f"layer_types has no {_FULL}; at least one layer must have full attention"
+        )
+    delta = read_gated_delta(config, is_joined=family.linear == "gated_delta_joined")
+    return [delta if kind == _LINEAR else None for kind in kinds]
 
 
 def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:

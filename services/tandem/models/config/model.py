@@ -100,6 +100,7 @@ class ModelConfig:
     # Part of a tensor's name in checkpoints -> the part that stands there in this package.
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
+    has_attention_gates: bool = False  # True: attention's output is multiplied by sigmoid(gate).
     value_dim: int | None = None  # number of elements of a head's value; None: as of its key
     value_scale: float = 1.0  # factor on values
     has_value_norms: bool = False  # True: values are normalized, without weights.
@@ -116,6 +117,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep a state in place of keys and values."""
+        return any(layer.linear is not None for layer in self.layers)
 
     @property
     def attention_scale(self) -> float:
@@ -256,6 +262,7 @@ class ModelConfig:
             has_rope_pairs=family.has_rope_pairs,
             tensor_names=family.tensor_names,
             latent=latent,
+            has_attention_gates=family.has_attention_gates,
             value_dim=size(config, "v_head_dim") if family.has_mimo_layers else None,
             value_scale=(
                 optional_number(config, "attention_value_scale", 1.0)
@@ -325,7 +332,8 @@ def _family_of_part(text: Mapping[str, Any]) -> str:
 def _family_of(model_type: object) -> str | None:
     """Returns the supported architecture for a `model_type`; None if there is none."""
     plain = str(model_type).replace("_", "").removesuffix("text")
-    return next((each for each in FAMILIES if each.lower() == f"{plain}forcausallm"), None)
+    name = f"{plain}forcausallm"
+    return next((each for each in FAMILIES if each.lower().replace("_", "") == name), None)
 
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:

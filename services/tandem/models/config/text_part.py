@@ -64,6 +64,8 @@ _DEFAULT_KINDS: Mapping[str, str] = {
     "Qwen2_5_VL": "qwen2_5_vl_text",
     "Qwen3ASR": "qwen3",
     "Qwen3VL": "qwen3_vl_text",
+    "Qwen3_5": "qwen3_5_text",
+    "Qwen3_5Moe": "qwen3_5_moe_text",
     "Qwen3VLMoe": "qwen3_vl_moe_text",
     "SmolVLM": "llama",
     "VideoLlama3": "qwen2",
@@ -108,12 +110,16 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "glm4v_text": (151552, 4096, 13696, 40, 32, 2, 32768),
         "qwen3_vl_moe_text": (151936, 2048, 5632, 24, 16, 16, 128000),
         "qwen3_vl_text": (151936, 4096, 22016, 32, 32, 32, 128000),
+        "qwen3_5_text": (248320, 4096, 12288, 32, 16, 4, 32768),
+        "qwen3_5_moe_text": (248320, 2048, 512, 40, 16, 2, 32768),
     }.items()
 } | {"qwen2_vl_text": _VL, "qwen2_5_vl_text": _VL}
 _DEFAULT_THETAS = {
     "qwen2_vl_text": 1e6,
     "qwen2_5_vl_text": 1e6,
     "qwen3_vl_text": 5e5,
+    "qwen3_5_text": 1e4,
+    "qwen3_5_moe_text": 1e4,
     "qwen3_vl_moe_text": 5e5,
     "glm4v_text": 1e4,
     "glm4v_moe_text": 1e4,

@@ -96,7 +96,8 @@ def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int
     if usual not in (of_token, [None, None]):
         raise UnsupportedModel(
             f"{attention}.key_length and value_length are {usual!r:.80}; in a file with "
-            f"key_length_mla they must be {of_token}, the sizes of a token's latent"
+            f"key_length_mla they must be {of_token}: kv_lora_rank + rope.dimension_count, and "
+            "kv_lora_rank"
         )
     return own[0], own[1]
 

@@ -29,7 +29,8 @@ def read_headers(files: Sequence[Path], architecture: str) -> dict[str, StoredTe
         name = hf_name(each.name, architecture)
         if name in headers:
             raise UnsupportedModel(
-                f"{headers[name].name} and {each.name} are two names of the same tensor"
+                f"the model has {headers[name].name} and {each.name}, which are two names of the "
+                "same tensor; only one of them is allowed"
             )
         if not readable.setdefault(each.type, _can_dequantize(each.type)):
             raise UnsupportedModel(

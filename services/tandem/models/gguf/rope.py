@@ -44,9 +44,9 @@ def rope_scaling(
 def _longrope(metadata: GgufMetadata, tables: Mapping[str, np.ndarray]) -> dict[str, Any]:
     if metadata.architecture != "phi3" or not {ROPE_LONG, ROPE_SHORT} <= tables.keys():
         raise UnsupportedModel(
-            f"rope scaling by tables needs the architecture phi3 and both {ROPE_LONG} and "
-            f"{ROPE_SHORT}; this file has the architecture {metadata.architecture} and "
-            f"{', '.join(sorted(tables))}"
+            f"the tensors {ROPE_LONG} and {ROPE_SHORT} are supported only together and only for "
+            f"the architecture phi3; this file has {', '.join(sorted(tables))} and the "
+            f"architecture {metadata.architecture}"
         )
     scaling = {
         "rope_type": "longrope",
@@ -78,8 +78,8 @@ def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:
     )
     if not np.allclose(expected, rope_freqs, rtol=1e-4):
         raise UnsupportedModel(
-            "the table rope_freqs.weight is not the table of Llama 3, so its rope scaling is not "
-            "supported; supported are linear, llama3 and yarn"
+            "rope_freqs.weight has other values than Llama 3's rope scaling (llama3), the only "
+            "rope scaling that is supported in a file with this tensor"
         )
     return {
         "rope_type": "llama3",

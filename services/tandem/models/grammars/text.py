@@ -201,9 +201,9 @@ def _check_divisors(divisors: list[int]) -> None:
     work = max(sum(d for d in divisors if d > 1), reduce(_lcm, divisors, 1))
     if work > DIVISORS_MAX:
         raise ValueError(
-            "its values of multipleOf are too large: written without decimal points and trailing "
-            "zeros (25 for 2.5 and for 250), they must have a sum and a least common multiple of "
-            f"at most {DIVISORS_MAX}"
+            "the multipleOf values are too large: their sum and their least common multiple must "
+            f"be at most {DIVISORS_MAX}, where each value counts without its decimal point and "
+            "trailing zeros (2.5 and 250 count as 25); use fewer or smaller values"
         )
 
 
@@ -266,8 +266,8 @@ def _checked_lark(text: str) -> str:
         brackets, used = rules[name]
         if depth + brackets > EXPANDED_DEPTH_MAX:
             raise ValueError(
-                f"its rules use each other more than {EXPANDED_DEPTH_MAX} levels deep, which "
-                "the compiler's stack does not allow"
+                f"the grammar is nested more than {EXPANDED_DEPTH_MAX} levels deep, including the "
+                "rules that its rules use"
             )
         seen.add(name)
         for other in used:

@@ -126,6 +126,8 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
             f"{model.architecture} is computed through transformers, which does not support LoRA "
             "adapters here"
         )
+    if model.has_states:
+        raise UnsupportedModel("LoRA adapters are not supported for models with linear attention")
     folder = Path(path).expanduser()
     file = folder / CONFIG_FILE
     if not file.is_file():
@@ -163,7 +165,9 @@ def read_modules(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Lor
     modules = {}
     for name, own_rank, own_alpha in zip(names, ranks, alphas, strict=True):
         if type(own_rank) is not int or own_rank < 1:
-            raise UnsupportedModel(f"the rank of {name} is {own_rank!r:.80}; it must be at least 1")
+            raise UnsupportedModel(
+                f"the LoRA rank of {name} is {own_rank!r:.80}; it must be an integer of at least 1"
+            )
         if type(own_alpha) not in (int, float) or not math.isfinite(own_alpha):
             raise UnsupportedModel(
                 f"lora_alpha of {name} is {own_alpha!r:.80}; it must be a number"
@@ -243,12 +247,12 @@ def _check_header(
         tensors[name] = plain.get(a, a), plain.get(b, b)
     if surplus := plain.keys() - expected.keys():
         raise UnsupportedModel(
-            f"the adapter has {few(sorted(surplus))}; its {CONFIG_FILE} allows no such tensor "
-            "for this model"
+            f"the adapter has unexpected tensors, which {CONFIG_FILE} does not define for this "
+            f"model: {few(sorted(surplus))}"
         )
     if missing := expected.keys() - plain.keys():
         raise UnsupportedModel(
-            f"the adapter lacks {few(sorted(missing))}, which {CONFIG_FILE} requires"
+            f"the adapter lacks tensors that {CONFIG_FILE} requires: {few(sorted(missing))}"
         )
     for name, shape in expected.items():
         found = header[plain[name]]

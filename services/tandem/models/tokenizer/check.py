@@ -73,23 +73,23 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
         )
     for text in _texts():
         shown = text if len(text) < 8 else f"{text[:4]}... ({len(text)} characters)"
-        yield f"its rules fail or do not end on the text {json.dumps(shown)}"
+        yield f"the tokenizer fails or does not end on the text {json.dumps(shown)}"
         ids = tokenizer.encode(text).ids
         tokens_max = around + 64 + _TOKENS_PER_BYTE_MAX * len(text.encode())
         if len(ids) > tokens_max:
             raise ConfigError(
-                f"its rules turn the text {json.dumps(shown)} into {len(ids)} tokens; at most "
+                f"the tokenizer makes {len(ids)} tokens of the text {json.dumps(shown)}; at most "
                 f"{tokens_max} tokens are allowed"
             )
         num_characters = len(tokenizer.decode(ids))
         characters_max = 64 + _CHARACTERS_PER_TOKEN_MAX * len(ids)
         if num_characters > characters_max:
             raise ConfigError(
-                f"its decoder turns {len(ids)} tokens into {num_characters} characters; at most "
-                f"{characters_max} characters are allowed"
+                f"the tokenizer decodes {len(ids)} tokens to a text of {num_characters} "
+                f"characters; at most {characters_max} characters are allowed"
             )
         if time.monotonic() - began > TEXTS_S:
-            raise ConfigError(f"its rules take more than {TEXTS_S:g} s for a few short texts")
+            raise ConfigError(f"the tokenizer takes more than {TEXTS_S:g} s for a few short texts")
 
 
 def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
@@ -112,8 +112,8 @@ def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
                 growth *= max(1.0, len(rule["content"]) / replaced)
         if growth > _GROWTH_MAX:
             raise ConfigError(
-                f"the rules of its {part} can lengthen a text to {growth:.3g} times its length; "
-                f"at most {_GROWTH_MAX} times are allowed"
+                f"the tokenizer's {part} can make a text {growth:.3g} times as long; at most "
+                f"{_GROWTH_MAX} times as long is allowed"
             )
 
 

@@ -164,7 +164,8 @@ def _tiktoken(settings: Mapping[str, Any], file: Path) -> _Tokens:
             continue
         if not _LINE.fullmatch(line):
             raise ConfigError(
-                f"line {number} is {line[:80]!r}; it must be a token in base64, a space and a rank"
+                f"line {number} is {line[:80]!r}; it must be a token in base64, a space and the "
+                "token's merge rank, an integer"
             )
         token, rank = line.split()
         ranked[_decode_token(token, f"line {number}")] = int(rank)
@@ -199,8 +200,8 @@ def _family(settings: Mapping[str, Any], file: Path, num_ranks: int) -> _Family:
     by_code = next((family for name, family in _BY_CODE.items() if name in code), None)
     if by_code is None and settings.get("auto_map"):
         raise UnsupportedModel(
-            f"its tokenizer needs the code {code:.80}, which is not supported; supported are the "
-            "tiktoken files of Llama 3, Qwen and Kimi. Save the tokenizer as tokenizer.json"
+            f"its tokenizer needs the Python code {code:.80}, which is not run; only the tiktoken "
+            "files of Llama 3, Qwen and Kimi are supported. Save the tokenizer as tokenizer.json"
         )
     by_name = _KIMI if file.name == "tiktoken.model" else _LLAMA3
     by_name = _QWEN if file.suffix == ".tiktoken" else by_name
@@ -229,8 +230,8 @@ def _tekken(file: Path) -> _Tokens:
         token = each.get("token_bytes") if isinstance(each, dict) else None
         if not isinstance(token, str) or each.get("rank") != number:
             raise ConfigError(
-                f"entry {number} of vocab is {each!r:.80}; it must have the rank {number} and "
-                "token_bytes in base64"
+                f"entry {number} of vocab is {each!r:.80}; it must be an object whose rank is "
+                f"{number} and whose token_bytes is a string in base64"
             )
         ranked[_decode_token(token.encode(), f"vocab {number}")] = number
     _check_ranks(ranked)
@@ -255,8 +256,8 @@ def _tekken_special_tokens(given: Any, num: int) -> dict[str, int]:
             )
             if type(rank) is not int or not 0 <= rank < num or not isinstance(name, str):
                 raise ConfigError(
-                    f"special_tokens has the entry {each!r:.80}; it must have a rank from 0 to "
-                    f"{num - 1} and a token_str"
+                    f"special_tokens has the entry {each!r:.80}; it must have rank, an integer "
+                    f"from 0 to {num - 1}, and token_str, a string"
                 )
             names[rank] = name
     return {names.get(rank, f"<SPECIAL_{rank}>"): rank for rank in range(num)}
@@ -282,7 +283,10 @@ def _decode_token(token: bytes, place: str) -> bytes:
 
 def _check_ranks(ranked: Mapping[bytes, int]) -> None:
     if sorted(ranked.values()) != list(range(len(ranked))):
-        raise ConfigError(f"the ranks of its {len(ranked)} tokens must be 0 to {len(ranked) - 1}")
+        raise ConfigError(
+            f"the merge ranks of the {len(ranked)} tokens must be the integers from 0 to "
+            f"{len(ranked) - 1}, each once"
+        )
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranked]:
         raise ConfigError(f"it has no token for the byte {missing[0]}; each byte must be a token")
 

@@ -53,8 +53,6 @@ class Tokenizer:
         self._strips_spaces = any(token.lstrip or token.rstrip for token in added.values())
         self._added_ids = frozenset(added)
         self._id_of_added = {token.content: token_id for token_id, token in added.items()}
-        longest_first = sorted(self._id_of_added, key=len, reverse=True)
-        self._any_added = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._special_in: dict[str, frozenset[int]] = {}  # string -> special tokens in it
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._pieces: dict[int, bytes] = {}
@@ -266,7 +264,12 @@ class Tokenizer:
         """Splits a text at the added tokens in it. Returns the parts in their order, each with the
         id of its added token; None for a part that is no added token."""
         ids = self._id_of_added
-        return [(part, ids.get(part)) for part in self._any_added.split(text) if part]
+        inside = sorted((token for token in ids if token and token in text), key=len, reverse=True)
+        if not inside:
+            return [(text, None)] if text else []
+        # Only the tokens that the text has: a pattern of all of them takes long to compile.
+        parts = re.split(f"({'|'.join(map(re.escape, inside))})", text)
+        return [(part, ids.get(part)) for part in parts if part]
 
     def special_ids(self, strings: Iterable[str]) -> frozenset[int]:
         """Returns the ids of the special tokens that occur in the strings."""

@@ -33,13 +33,13 @@ def decode(message: bytes) -> memoryview:
     if not message:
         return memoryview(b"")  # proto3 leaves out an empty field, so the message is empty, too
     if message[:1] != _TAG:
-        raise ValueError("the bytes are not a BlockBytes message")
+        raise ValueError("a received message is not a BlockBytes message")
     length = shift = 0
     at = 1
     while True:
         byte = message[at] if at < len(message) and shift < 64 else -1
         if byte < 0:
-            raise ValueError("the BlockBytes message has no length")
+            raise ValueError("the BlockBytes message has no valid length field")
         at += 1
         length |= (byte & 0x7F) << shift
         shift += 7

@@ -97,8 +97,8 @@ def _parsed(handler: Any, body: bytes, method: str) -> Any:
         return parse(body) if parse else body
     except (DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(
-            f"the request of {method} is not a message of this method, or has a string that is not "
-            f"UTF-8: {error}"
+            f"the request cannot be parsed as a message of {method}, whose strings must be UTF-8: "
+            f"{error}"
         ) from None
 
 

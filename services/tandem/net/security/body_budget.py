@@ -85,8 +85,8 @@ class BodyBudget:
             silent = held.longest_silent(now)
             if silent is None or silent is body:
                 raise TooManyRequests(
-                    f"request bodies from your address have {held.num_bytes} bytes that are not "
-                    f"parsed yet; at most {self._of_address_max} are accepted; try again later",
+                    f"the router holds {held.num_bytes} bytes of unparsed request bodies from your "
+                    f"address and accepts at most {self._of_address_max}; try again later",
                     retry_after_s=_RETRY_AFTER_S,
                 )
             self._revoke(silent)

@@ -193,11 +193,14 @@ class KeyService:
         that the ring did not have yet. Raises Unauthenticated for a wrong signature, and
         KeysUnknown if the records cannot be decoded."""
         if not hmac.compare_digest(self._sign(body).encode(), signature.encode()):
-            raise Unauthenticated("the signature is not from a router of this cluster")
+            raise Unauthenticated("the API key records are not signed by a router of this cluster")
         try:
             records = msgspec.json.decode(body, type=list[KeyRecord])
         except UNREADABLE as error:
-            raise KeysUnknown(f"the records are from another version of Tandem: {error}") from None
+            raise KeysUnknown(
+                "the API key records are from a router with another version of Tandem; run the "
+                f"same version on all routers: {error}"
+            ) from None
         self.ring.merge(records, now=time.time())
         # The router that sent the records may have failed to write them to Redis. So the next
         # refresh compares the ring with Redis.

@@ -74,7 +74,8 @@ class Journal:
                 except UNREACHABLE as error:
                     if not is_away:
                         log.warning(
-                            "Redis does not answer (%r); new entries of %s wait in memory",
+                            "Redis does not answer (%r); until it does, new entries of %s wait in "
+                            "memory",
                             error,
                             self._what,
                         )

@@ -185,7 +185,9 @@ def _read_lines(path: Path) -> list[Arrival]:
                     arrivals.append(_read_mooncake(json.loads(row)))
             except (ValueError, KeyError, TypeError) as error:
                 kind = "an Azure" if is_azure else "a Mooncake"
-                raise TraceError(f"{path}:{number}: not {kind} request: {_why(error)}") from error
+                raise TraceError(
+                    f"{path}:{number}: the line is not a request of {kind} trace: {_why(error)}"
+                ) from error
     return arrivals
 
 

@@ -50,8 +50,8 @@ class UsageQuery(NamedTuple):
         most = WINDOWS[kind].kept_s // WINDOWS[kind].seconds
         if not 1 <= num_windows <= most:
             raise BadRequest(
-                f"last must be from 1 to {most}: if window is {window}, only the last {most} "
-                "windows are kept",
+                f"last is {num_windows}; with window={window} it must be from 1 to {most}, because "
+                "older usage is not kept",
                 param="last",
             )
         if key is not None and key.role == "user":

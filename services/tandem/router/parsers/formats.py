@@ -172,22 +172,6 @@ def _listed(opens: str, closes: str, sign: str = "") -> CallFrame:
     )
 
 
-_HERMES = ToolFormat(
-    states={
-        "content": State(Text.CONTENT, {"<tool_call>": "call"}),
-        "call": State(Text.CALLS, {"</tool_call>": "between"}),
-        "between": State(Text.BETWEEN, {"<tool_call>": "call"}),
-    },
-    frames=[
-        CallFrame(
-            before='<tool_call>\n{"name": "%s", "arguments": ',
-            after="}\n</tool_call>",
-            between="\n",
-        )
-    ],
-)
-
-
 def _tagged(
     wrapper: str,
     call: str,
@@ -281,6 +265,15 @@ def _enclosed(
     )
 
 
+_HERMES = _enclosed(
+    "<tool_call>",
+    "</tool_call>",
+    CallFrame(
+        before='<tool_call>\n{"name": "%s", "arguments": ',
+        after="}\n</tool_call>",
+        between="\n",
+    ),
+)
 _LFM2 = _enclosed(
     "<|tool_call_start|>",
     "<|tool_call_end|>",

@@ -48,8 +48,8 @@ class Message:
     def __post_init__(self) -> None:
         if not _ROLE.fullmatch(self.role):
             raise BadRequest(
-                "role must be system, user, assistant, tool, or another that the chat template "
-                f"knows: up to 64 letters, digits, _ and -; it is {shorten(self.role)}",
+                f"role is {shorten(self.role)}; it must be system, user, assistant, tool, or "
+                "another role of the chat template, with 1 to 64 letters, digits, _ and -",
                 param="messages",
             )
 

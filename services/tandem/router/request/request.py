@@ -263,8 +263,9 @@ class ClientRequest:
         if allowed < self.num_sequences:
             name = "n" if self.sampling.n == self.num_sequences else "best_of"
             raise OverKeyLimit(
-                f"{name} is {self.num_sequences}; it must be at most {int(allowed)}, because each "
-                f"choice needs at least one token: {self._key_limits(num_prompt_tokens)}",
+                f"{name} is {self.num_sequences}; it must be at most {int(allowed)}, the number of "
+                "tokens that the API key allows for all choices together: "
+                f"{self._key_limits(num_prompt_tokens)}",
                 param=name,
             )
         return None if allowed == math.inf else int(allowed) // self.num_sequences

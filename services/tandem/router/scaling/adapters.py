@@ -157,8 +157,8 @@ class AdapterControl:
                     await self._view.wait_change()
         except TimeoutError:
             log.warning(
-                "the workers loaded or removed adapter %s, but their records in Redis did not show "
-                "it within %g s; until they do, this router uses the old list of adapters",
+                "the workers loaded or removed adapter %s, but after %g s the workers' records in "
+                "Redis do not show it yet; this router uses the old list of adapters until they do",
                 name,
                 SEEN_DEADLINE_S,
             )

@@ -95,7 +95,9 @@ class AutoscaleLoop:
                 await self._pause()
                 continue
             except UNREACHABLE as error:
-                log.warning("autoscaling is paused, because Redis does not answer: %r", error)
+                log.warning(
+                    "Redis does not answer, so autoscaling is paused until it does: %r", error
+                )
             except TandemError as error:
                 log.warning("the autoscaler cannot set pool sizes: %s", error.message)
             except Exception:
@@ -180,7 +182,9 @@ class AutoscaleLoop:
                 written_at, holds, demand = msgspec.msgpack.decode(value, type=_DemandRecord)
             except UNREADABLE as error:
                 log.warning(
-                    "the autoscaler ignores a router's demand that it cannot decode: %s", error
+                    "a router's report of its requests cannot be read, so the autoscaler ignores "
+                    "this report: %s",
+                    error,
                 )
                 await redis.hdel(self._demand_key, field)
                 continue

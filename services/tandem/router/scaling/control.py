@@ -97,7 +97,8 @@ class ClusterControl:
             self._departures.forget(record.epoch)
         except TimeoutError:
             log.warning(
-                "worker %s moved to the %s pool, but its record did not show this within %g s",
+                "worker %s moved to the %s pool, but its record in Redis did not show the new pool "
+                "within %g s; until it does, this router counts the worker in its old pool",
                 worker_id,
                 role,
                 SEEN_DEADLINE_S,

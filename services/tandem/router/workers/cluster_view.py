@@ -330,9 +330,10 @@ class ClusterView:
             # too. So they get time to write their records again, and are not removed meanwhile.
             pause_s = now - self._read_at
             log.info(
-                "this router was paused and read no worker records for %.1f s; workers get time to "
-                "write them again",
+                "this router stood still and read no worker records for %.1f s; for the next %g s, "
+                "it keeps decode workers that are connected but have no record",
                 pause_s,
+                self.cluster.record_ttl_s,
             )
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
@@ -347,7 +348,8 @@ class ClusterView:
             worker = self._workers[worker_id]
             if complete or not worker.is_up:
                 log.warning(
-                    "worker %s has no record any more: it shut down, or it stopped reporting",
+                    "worker %s has no record in Redis any more, so it gets no more requests: it "
+                    "shut down, or it stopped reporting",
                     worker_id,
                 )
                 self._note_gone(worker.record)
@@ -395,7 +397,7 @@ class ClusterView:
         """
         known = self._workers.get(worker_id)
         if known is not None and _process(known.record) != _process(record):
-            log.info("worker %s was restarted as a new process, at %s", worker_id, record.address)
+            log.info("worker %s is a new process now, at the address %s", worker_id, record.address)
             self._note_gone(known.record, is_replaced=True)
             self._drop(worker_id)
             known = None
@@ -448,7 +450,11 @@ class ClusterView:
 
     def _lose_redis(self, error: BaseException) -> None:
         if self.redis_state != "lost":
-            log.warning("Redis does not answer (%r), so the last known workers are used", error)
+            log.warning(
+                "Redis does not answer (%r); until it does, this router uses the workers that it "
+                "knows",
+                error,
+            )
             text = "Redis did not answer; the last known workers were used"
             self.events.add("redis", "", text, once=f"lost:{int(time.time()) // 60}")
         self.redis_state = "lost"
@@ -457,8 +463,9 @@ class ClusterView:
     def _report_incompatible(self, record: WorkerRecord) -> None:
         if self.model_fingerprint and not self.is_compatible(record):
             log.error(
-                "worker %s serves another model than this router, so it gets no requests: the "
-                "fingerprint of its model (%s) is %s, and that of the router's model is %s",
+                "worker %s gets no requests from this router, because they have different models: "
+                "the worker's model (%s) has the fingerprint %s, and the router's model has %s; "
+                "start both with the same model",
                 record.worker_id,
                 record.model,
                 record.compatibility.model_fingerprint,

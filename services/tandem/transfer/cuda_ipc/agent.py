@@ -170,8 +170,7 @@ class CudaIpcAgent:
             self._device.close(peer.address)
         except TandemError as error:
             log.error(
-                "the memory of a peer stays mapped, so the peer's GPU cannot free it until this "
-                "process ends: %s",
+                "GPU memory of a peer stays in use until this worker is restarted: %s",
                 error,
             )
 

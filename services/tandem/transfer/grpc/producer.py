@@ -28,8 +28,6 @@ class BlockServer:
         owner: PoolOwner,
         lent: Callable[[str], list[int] | None],
         on_served: Callable[[int], None],
-        *,
-        block_bytes: int,
     ) -> None:
         """`lent` maps a lease id to the ids of the blocks that the lease has announced, or to None
         if no lease with this id is live.
@@ -41,7 +39,6 @@ class BlockServer:
         self._owner = owner
         self._lent = lent
         self._on_served = on_served
-        self._block_bytes = block_bytes
 
     async def fetch(self, request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
         """Yields messages with the requested blocks, in the requested order."""
@@ -55,10 +52,9 @@ class BlockServer:
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"some of the requested blocks were not announced for lease {lease_id}",
             )
-        num_blocks = max(1, round(self._owner.pool.message_bytes / self._block_bytes))
-        for first in range(0, len(request.block_ids), num_blocks):
-            block_ids = request.block_ids[first : first + num_blocks]
-            blocks = await self._owner.pool.read(lease_id, block_ids)
+        pool = self._owner.pool
+        for block_ids in pool.spans.split(request.block_ids, pool.message_bytes):
+            blocks = await pool.read(lease_id, block_ids)
             if self._lent(lease_id) is not lent:
                 await context.abort(grpc.StatusCode.ABORTED, "the lease has ended")
             message = encode(blocks)

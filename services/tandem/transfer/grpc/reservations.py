@@ -38,7 +38,9 @@ class PoolReservation:
         if not self.is_open:
             raise LeaseLost(f"the pulls of sequence {self.sequence_id} were given up")
         if first + num_blocks > len(self.block_ids):
-            raise LeaseLost(f"the producer sent more bytes than {len(self.block_ids)} blocks have")
+            raise LeaseLost(
+                f"the peer sent more bytes than the {len(self.block_ids)} requested KV blocks have"
+            )
 
 
 class Reservations:

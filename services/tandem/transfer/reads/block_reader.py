@@ -332,8 +332,9 @@ class BlockReader:
         _check_range(pull.local_block_ids, self._spans.num_blocks)
         if self._fence.refuses(self._clock()):
             raise QueueFull(
-                "new pulls are refused until the pulls under way end: abandoned reads may still "
-                "write too many KV blocks, or one of these reads has not ended for too long"
+                "new pulls are refused until all running pulls have ended: reads of abandoned "
+                "pulls still block too many KV blocks or run for too long, and can be ended only "
+                "while no pull runs"
             )
         for active in self._pulls.values():
             if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):

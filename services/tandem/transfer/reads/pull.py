@@ -105,7 +105,7 @@ class PullInPieces:
                 instance.release_later(read.handle)
                 moved = True
             elif read.ended:
-                raise InternalError(f"the read from {self.pull.peer_id} failed")
+                raise InternalError(f"a read of KV blocks from {self.pull.peer_id} failed")
         return moved
 
     def _start(self, instance: AgentInstance) -> None:

@@ -299,7 +299,12 @@ class PromptPrefill:
                 candidate.worker_id, candidate.epoch, candidate.address
             )
         except TandemError as error:
-            log.warning("prefill worker %s is skipped: %s", candidate.worker_id, error)
+            log.warning(
+                "prefill worker %s is not used for a prompt, because this worker cannot connect to "
+                "it: %s",
+                candidate.worker_id,
+                error,
+            )
             return None
         return self._producers.make_lease(peer)
 

@@ -73,7 +73,10 @@ class RouterStream:
         if isinstance(error, TandemError):
             self._error = error
         else:
-            log.error("reading the commands of a router failed", exc_info=error)
+            log.error(
+                "reading a router's commands failed, so the stream to that router ends",
+                exc_info=error,
+            )
         self._closed = True
         self._changed.set()
 

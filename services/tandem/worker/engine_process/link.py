@@ -134,8 +134,8 @@ class EngineLink:
         except TimeoutError:
             self.tell_stacks()
             raise WorkerLost(
-                f"the engine did not load its model within {deadline_s:g} s; a longer "
-                "--start-deadline gives it more time"
+                f"the engine did not load its model within {deadline_s:g} s; if the model needs "
+                "more time, raise --start-deadline"
             ) from None
         self._map_pool(found, pool_fd)
         return found
@@ -353,7 +353,10 @@ class EngineLink:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.error("reading messages from the engine failed", exc_info=task.exception())
+            log.error(
+                "reading messages from the engine failed, so the worker cannot go on",
+                exc_info=task.exception(),
+            )
             self._end(f"reading messages from the engine failed: {task.exception()!r}")
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:

@@ -60,9 +60,9 @@ async def verify(
     for index, value in zip(indices, hashes, strict=True):
         if value != expected[index]:
             raise BlockMismatch(
-                f"the checksum of block {run.first_block + index} is {value:016x} on this worker, "
-                f"but {expected[index]:016x} on the producer, where it is block "
-                f"{run.block_ids[index]}"
+                f"block {run.first_block + index} differs from the peer's: its checksum is "
+                f"{value:016x} on this worker, but {expected[index]:016x} in block "
+                f"{run.block_ids[index]} of the peer"
             )
 
 

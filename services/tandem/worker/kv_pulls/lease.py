@@ -234,13 +234,13 @@ class ConsumerLease:
                         self._check_released(event.released)
                         return
                     case _ if self._is_answered:
-                        raise LeaseLost(f"{self.peer.worker_id} answered the lease twice")
+                        raise LeaseLost(f"{self.peer.worker_id} sent two answers on one lease")
                     case _:
                         on_answer(event)
                         if self._next_block != self._end_block:
                             raise LeaseLost(
-                                f"{self.peer.worker_id} announced KV blocks that end before number "
-                                f"{self._next_block}; they must end before number "
+                                f"{self.peer.worker_id} announced the KV blocks before number "
+                                f"{self._next_block}; this worker needs those before number "
                                 f"{self._end_block}"
                             )
                         self._is_answered = True
@@ -304,7 +304,10 @@ class ConsumerLease:
     def _check_released(self, released: pb.Released) -> None:
         same = released.epoch == self._epoch and released.lease_id == self._lease_id
         if not (same and released.whole):
-            raise LeaseLost(f"{self.peer.worker_id} ended the lease early")
+            raise LeaseLost(
+                f"{self.peer.worker_id} did not hold the KV blocks until the pulls had ended, so "
+                "they are not used"
+            )
         if not (self._is_answered and self._is_release_sent and self._is_whole):
             raise LeaseLost(f"{self.peer.worker_id} ended the lease before all blocks were read")
         self.stats.released_at = time.monotonic()

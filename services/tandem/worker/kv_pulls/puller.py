@@ -92,7 +92,8 @@ class Puller:
                     # and the mismatch means nothing. In that case `check` raises LeaseLost.
                     reservation.check(0, len(targets))
                     log.error(
-                        "a block pulled over %s from %s is corrupt and is discarded: %s",
+                        "a block pulled over %s from %s is corrupt, so no block of this pull is "
+                        "used: %s",
                         peer.transport,
                         peer.peer_id,
                         error,

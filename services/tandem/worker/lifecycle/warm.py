@@ -74,7 +74,8 @@ class Warmer:
                 expected = isinstance(error, (TandemError, TimeoutError, grpc.aio.AioRpcError))
                 told = None if expected else error
                 log.warning(
-                    "this new worker could not copy cached blocks from %s: %r",
+                    "copying cached KV blocks from %s to this new worker failed; the worker "
+                    "goes on without the rest of these blocks: %r",
                     peer.worker_id,
                     error,
                     exc_info=told,

@@ -95,8 +95,9 @@ class Pairing:
         wanted = self._config.transfer.transport
         if wanted not in offered and not (wanted == "auto" and offered):
             raise Incompatible(
-                f"there is no common transport: this worker uses {wanted}, the producer offers "
-                f"{sorted(offered)}"
+                f"there is no common transport: this worker has --transport {wanted}, and "
+                f"{peer.worker_id} offers {', '.join(sorted(offered)) or 'none'}; set --transport "
+                "auto on both"
             )
         if wanted == "auto" and "grpc" not in offered:
             wanted = "nixl" if "nixl" in offered else "cuda_ipc"
@@ -136,14 +137,19 @@ class Pairing:
         if choice.warning and choice.reason not in self._warned:
             self._warned.update({choice.reason} & _OF_THE_NETWORK)
             log.warning(
-                "blocks of %s are pulled over %s: %s",
+                "KV blocks of peer %s are pulled over %s: %s",
                 peer.peer_id,
                 choice.transport,
                 choice.warning,
             )
         else:
             why = f"{choice.reason}, {rate}" if choice.reason else rate
-            log.info("blocks of %s are pulled over %s (%s)", peer.peer_id, choice.transport, why)
+            log.info(
+                "KV blocks of peer %s are pulled over %s (%s)",
+                peer.peer_id,
+                choice.transport,
+                why,
+            )
 
     def give_up_failing(self, peer: Peer) -> None:
         """Switches a pair to gRPC after several reads over another transport in a row have
@@ -194,7 +200,10 @@ class Pairing:
             )
         theirs = to_struct(KvCompatibility, response.compatibility)
         if differences := self._compatibility.differences(theirs):
-            raise Incompatible(f"this worker's {'; its '.join(differences)}")
+            raise Incompatible(
+                f"this worker cannot read KV blocks of {peer.worker_id}: on this worker, "
+                + "; ".join(differences)
+            )
         return response
 
     async def _measure(self, peer: Peer, transport: str, offer: pb.ConnectResponse) -> Way:

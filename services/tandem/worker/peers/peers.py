@@ -156,7 +156,12 @@ class Peers:
         try:
             await self._pairing.again(peer)
         except TandemError as error:
-            log.info("the transports to %s could not be measured again: %s", peer.worker_id, error)
+            log.info(
+                "the transports to %s could not be measured again, so %s stays in use: %s",
+                peer.worker_id,
+                peer.transport,
+                error,
+            )
         except Exception:
             log.exception(
                 "an unexpected error ended the new measurement of the transports to %s",

@@ -184,7 +184,8 @@ class PrefixPuller:
                 # After any error the pulled blocks are discarded and the prefix is computed.
                 self._metrics.on_lost_lease(lease)
                 log.warning(
-                    "the cached prefix of sequence %s could not be pulled from %s: %s",
+                    "the cached prefix of sequence %s could not be pulled from %s, so it is pulled "
+                    "from another worker or computed: %s",
                     sequence_id,
                     peer.worker_id,
                     error,

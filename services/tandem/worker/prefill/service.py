@@ -71,7 +71,6 @@ class PrefillService:
             parts.link,
             self._leases.lent,
             parts.metrics.kv_bytes_served.inc,
-            block_bytes=parts.rates.worker.block_bytes,
         )
         # address of a consumer's connection -> delays of the messages on it
         self._transits: dict[str, Transit] = {}
@@ -317,7 +316,7 @@ def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
     if task.cancelled() or (error := task.exception()) is None:
         return
     log.error(
-        "the prefill under lease %s failed unexpectedly",
+        "an unexpected error ended the prefill of lease %s",
         lease.lease_id,
         exc_info=error,
         extra=about(lease.lease_id),

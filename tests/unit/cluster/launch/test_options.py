@@ -192,11 +192,13 @@ class TestGpus:
 
     def test_four_workers_on_one_gpu(self) -> None:
         assert refusal("--device cuda --prefill 2 --decode 2", 1) == (
-            "4 workers do not fit on 1 GPU with 2 on each; lower --prefill or --decode, or raise "
-            "--workers-per-gpu to 4; the workers on a GPU share its memory"
+            "4 workers do not fit on 1 GPU, because a GPU may have at most 2 of them; lower "
+            "--prefill or --decode, or set --workers-per-gpu to 4, so that workers share a GPU's "
+            "memory"
         )
-        assert "5 workers do not fit on 2 GPUs with 1 on each" in refusal(
-            "--device cuda --decode 4", 2
+        assert (
+            "5 workers do not fit on 2 GPUs, because a GPU may have at most 1 of them"
+            in refusal("--device cuda --decode 4", 2)
         )
 
     def test_ranks_need_a_gpu_each(self) -> None:
@@ -206,8 +208,9 @@ class TestGpus:
             "--tensor-parallel, or use --device cpu"
         )
         assert refusal(f"{two} --decode 3", 5) == (
-            "4 workers with 2 GPUs each do not fit on 5 GPUs with 1 on each; lower --prefill or "
-            "--decode, or raise --workers-per-gpu to 2; the workers on a GPU share its memory"
+            "4 workers with 2 GPUs each do not fit on 5 GPUs, because a GPU may have at most 1 of "
+            "them; lower --prefill or --decode, or set --workers-per-gpu to 2, so that workers "
+            "share a GPU's memory"
         )
 
     @pytest.mark.parametrize("listen", ["", " --listen 10.0.0.1"])
@@ -310,7 +313,7 @@ class TestGpuMemory:
         (["--decode", "1:gpu"], "the label 'gpu' must be NAME=VALUE"),
         (["--decode", "x:gpu=a"], "is not a whole number"),
         (["--decode", "99"], "at most 64"),
-        (["--decode", "1:gpu=a"], "chooses hosts, which needs --listen"),
+        (["--decode", "1:gpu=a"], "without --listen this machine is the only one"),
     ],
 )
 def test_a_pool_whose_size_or_labels_are_wrong_is_refused(words: list[str], why: str) -> None:

@@ -366,7 +366,7 @@ class TestTurns:
 
     def test_a_lock_file_that_cannot_be_opened_is_named(self, card: Card, tmp_path: Path) -> None:
         (tmp_path / f"tandem-{os.getuid()}-gpu-0a1b.lock").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(ConfigError, match=r"gpu-0a1b\.lock of the workers .* set TMPDIR"):
+        with pytest.raises(ConfigError, match=r"gpu-0a1b\.lock, which lets workers .* set TMPDIR"):
             gpu(tmp_path).begin(0, 0)
 
 

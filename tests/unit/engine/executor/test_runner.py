@@ -16,7 +16,7 @@ from tandem.models.folder import ModelFolder
 from tandem.models.source import resolve
 from tests.model_engines import make_runner
 from tests.step_batches import Progress, logits_after, mixed_steps, place
-from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.tiny_models import FAMILIES, KNOWN_KINDS, make_tiny_model
 
 ENTRIES = json.loads((Path(__file__).parents[3] / "data/golden_smollm2.json").read_text())[
     "entries"
@@ -79,7 +79,13 @@ class TestExactness:
 class TestInvariance:
     """Bit-equal logits after every prefix, whatever shares the step."""
 
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize(
+        "family",
+        [
+            pytest.param(family, marks=[pytest.mark.slow] * (family in KNOWN_KINDS))
+            for family in FAMILIES
+        ],
+    )
     def test_random_steps_block_sizes_and_threads(self, family: str, tmp_path: Path) -> None:
         folder, _ = make_tiny_model(family, tmp_path)
         prompts = random_prompts((1, 15, 16, 63, 65, 140), folder.config.vocab_size)

@@ -98,6 +98,26 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         QWEN | {"intermediate_size": 16, "deepstack_visual_indexes": [0]},
         {},
     ),
+    "qwen3.5": (
+        "qwen3_5",
+        {
+            "model_type": "qwen3_5_text",
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "rope_parameters": SECTIONS
+            | {
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        QWEN,
+        {},
+    ),
     "qwen3-vl-moe": (
         "qwen3_vl_moe",
         {

@@ -32,13 +32,16 @@ from triton.runtime.jit import create_function_from_signature
 from tandem_kernels.triton import (
     activation,
     blocks,
+    causal_conv,
     decode_attention,
     edits,
     expert_choice,
+    gated_norm,
     grouped_linear,
     latent_cache,
     latent_decode,
     latent_prefill,
+    linear_attention,
     logprobs,
     lora,
     norm,
@@ -64,6 +67,9 @@ NUM_WARPS = {
     "_shrink": lora.NUM_WARPS,
     "_expand": lora.NUM_WARPS,
     "_choose_experts": expert_choice.NUM_WARPS,
+    "_prepare_chunks": linear_attention.NUM_WARPS,
+    "_solve_chunks": linear_attention.NUM_WARPS,
+    "_scan_chunks": linear_attention.NUM_WARPS,
 }
 
 PAGED = {"queries": "*bf16", "kv": "*bf16", "block_tables": "*i32", "context_lens": "*i32"}
@@ -120,6 +126,15 @@ LATENTS = {"absorbed": "*bf16", "rotated": "*bf16", "kv": "*bf16", "scale": "fp3
 LATENTS |= {"block_tables": "*i32", "context_lens": "*i32"}
 DEEPSEEK = {"NUM_HEADS": 128, "RANK": 512, "BLOCK_RANK": 512, "ROPE": 64}
 DEEPSEEK |= {"BLOCK_SIZE": 16}
+
+# Layers with a state: Qwen3-Next and Granite 4.
+SPANS = dict.fromkeys(("first_rows", "num_rows", "first_positions", "slots"), "*i32")
+STATE = SPANS | dict.fromkeys(("out", "q", "k", "v", "a", "b", "scores", "inverses"), "*bf16")
+STATE |= dict.fromkeys(("factors", "a_log", "dt_bias", "skip", "states"), "*fp32")
+DELTA = {"DT_MIN": 0.0, "DT_MAX": 0.0, "KEY_DIM": 128, "KEYS": 128, "VALUE_DIM": 128}
+DELTA |= {"COLUMNS": 32, "SHARED": 2, "NUM_HEADS": 32, "IS_DELTA": True, "CHUNK": 64}
+MAMBA2 = DELTA | {"DT_MAX": 1e9, "VALUE_DIM": 64, "SHARED": 48, "NUM_HEADS": 48, "IS_DELTA": False}
+CONVOLVED = {"NUM_CHANNELS": 8192, "GROUP_SIZE": 8192, "NUM_TAPS": 4, "CHANNELS": 128}
 
 HEADS = {
     "NUM_HEADS": 32,
@@ -266,6 +281,28 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         sampling._sample,
         {"logits": "*fp32", "numbers": "*i64", "tokens": "*i64", "listed_ids": "*i32"},
         {"TILE": 4096, "LEVELS_TILE": 512},
+    ),
+    *(
+        (kernel, STATE, {name: constants[name] for name in constants if name in kernel.arg_names})
+        for constants in (DELTA, MAMBA2)
+        for kernel in (
+            linear_attention._scan_rows,
+            linear_attention._prepare_chunks,
+            linear_attention._solve_chunks,
+            linear_attention._scan_chunks,
+        )
+        if constants["IS_DELTA"] or kernel is not linear_attention._solve_chunks
+    ),
+    (
+        causal_conv._convolve,
+        SPANS | dict.fromkeys(("weight", "bias", "out", "x"), "*bf16") | {"states": "*fp32"},
+        CONVOLVED | {"ROWS": 16, "HAS_BIAS": True, "HAS_SILU": True},
+    ),
+    (causal_conv._keep_last, SPANS | {"x": "*bf16", "states": "*fp32"}, CONVOLVED | {"TAPS": 4}),
+    (
+        gated_norm._gated_norm,
+        dict.fromkeys(("x", "gate", "weight", "out"), "*bf16") | {"eps": "fp32"},
+        {"SIZE": 128, "COLUMNS": 128, "NUM_GROUPS": 32, "IS_GATE_FIRST": False},
     ),
     (edits._edit, {"logits": "*fp32", "numbers": "*i32"}, {"TILE": 256}),
     (edits._mask, {"logits": "*fp32", "words": "*i32"}, {"TILE": 4096}),

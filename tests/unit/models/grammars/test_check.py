@@ -85,7 +85,7 @@ BAD: dict[str, tuple[Kind, str, str]] = {
     "look-ahead": ("regex", "(?=a)b", "regex"),
     "no rule": ("grammar", "root: x", "cannot be used"),
     "no text": ("choice", '["a", ""]', "non-empty"),
-    "the stack": ("grammar", f'start: a0\n{RULES}\na3000: "x"', "stack"),
+    "the stack": ("grammar", f'start: a0\n{RULES}\na3000: "x"', "250 levels deep"),
     "rules": ("grammar", chain(5000), "250 levels deep"),
     "rules in brackets": ("grammar", chain(60, "((((((((r{next}))))))))"), "250 levels deep"),
     "terminals": ("grammar", f"start: R0\n{chain(5000).upper()}".replace("START: R0", ""), "250"),

@@ -41,25 +41,25 @@ def around(num: int) -> Change:
 
 
 HOSTILE: dict[str, tuple[Change, str]] = {
-    "splits": (split_by("(a+)+c"), "fail or do not end on the text"),
-    "looks ahead": (split_by("(?=(x+x+)+y)"), "fail or do not end on the text"),
-    "words": (split_by(r"^(\w+\s?)*$"), "fail or do not end on the text"),
-    "replaces": (replace({"Regex": "(a+)+c"}, "b"), "fail or do not end on the text"),
-    "two marks": (split_by(r"(\w+\s?)+!!"), "fail or do not end on the text"),
-    "a megabyte": (replace({"String": "a"}, "b" * 1_000_000), "1e.06 times its length"),
-    "doubles": (replace({"String": "a"}, "aa", 18), "2.62e.05 times its length"),
-    "doubles a word": (replace({"String": "word"}, "wordword", 30), "1.07e.09 times its length"),
-    "grows by an expression": (replace({"Regex": "q[ij]"}, "b" * 300), "300 times its length"),
+    "splits": (split_by("(a+)+c"), "fails or does not end on the text"),
+    "looks ahead": (split_by("(?=(x+x+)+y)"), "fails or does not end on the text"),
+    "words": (split_by(r"^(\w+\s?)*$"), "fails or does not end on the text"),
+    "replaces": (replace({"Regex": "(a+)+c"}, "b"), "fails or does not end on the text"),
+    "two marks": (split_by(r"(\w+\s?)+!!"), "fails or does not end on the text"),
+    "a megabyte": (replace({"String": "a"}, "b" * 1_000_000), "1e.06 times as long"),
+    "doubles": (replace({"String": "a"}, "aa", 18), "2.62e.05 times as long"),
+    "doubles a word": (replace({"String": "word"}, "wordword", 30), "1.07e.09 times as long"),
+    "grows by an expression": (replace({"Regex": "q[ij]"}, "b" * 300), "300 times as long"),
     "prepends": (
         lambda file: file.update(normalizer={"type": "Prepend", "prepend": "b" * 100_000}),
-        "turn the text .* into .* tokens",
+        "makes .* tokens of the text",
     ),
     "around": (around(20_000), "adds 20000 tokens to each text"),
     "decodes": (
         lambda file: file.update(
             decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10**6}
         ),
-        "rules of its decoder can lengthen a text to 1e.06 times its length",
+        "decoder can make a text 1e.06 times as long",
     ),
     "no JSON": (lambda file: file.clear(), "loading it fails"),
 }
@@ -107,7 +107,7 @@ def test_memory_is_bounded(
     write: Callable[[Change], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_check, "MEMORY_BYTES", 1 << 30)
-    with pytest.raises(ConfigError, match="fail or do not end on the text"):
+    with pytest.raises(ConfigError, match="fails or does not end on the text"):
         check_file(write(replace({"String": "a"}, "aa", 40)))
 
 

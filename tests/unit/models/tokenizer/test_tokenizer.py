@@ -42,6 +42,21 @@ def test_special_tokens_are_left_out_when_asked(tokenizer):
     assert tokenizer.decode(ids, skip_special_tokens=False) == "Hi<|im_end|>"
 
 
+def test_added_tokens_are_found_inside_a_text(tokenizer):
+    """A mark of a format may be text around a token, as `<|im_start|>assistant`."""
+    start, end = (tokenizer.added_token_id(token) for token in ("<|im_start|>", "<|im_end|>"))
+    split = tokenizer.split_at_added
+    assert split("a<|im_start|>b<|im_end|>") == [
+        ("a", None),
+        ("<|im_start|>", start),
+        ("b", None),
+        ("<|im_end|>", end),
+    ]
+    assert (split("a"), split("")) == ([("a", None)], [])
+    assert tokenizer.special_ids(["x<|im_start|>y", "<think>"]) == {start}
+    assert "<|im_end|>" in tokenizer.added_tokens
+
+
 def test_what_the_model_says_of_its_vocabulary(tokenizer):
     assert tokenizer.vocab_size == 49152
     assert tokenizer.eos_token_ids == (2, 0, 4)

@@ -36,16 +36,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param:
         backend = Tokenizer(folder)._tokenizer
         states = [s for f in TOOL_FORMATS.values() for s in f.states.values()]
-        strings = {t for s in states for t in s.terminals}
+        strings = {mark for s in states for mark in s.marks}
         marks = {t for t in strings if t[0] in "<[" and t[-1] in ">]"}
-        # These models have a token inside their tags.
-        inside = {
-            token
-            for token in ("｜DSML｜", "]<]minimax[>[")
-            if any(token in string for string in strings)
-        }
-        marks = {mark for mark in marks if not any(token in mark for token in inside)} | inside
         marks |= {tag for tags in REASONING_TAGS.values() if tags for tag in tags.marks}
+        # Some models have one token inside their tags, and not a token for each tag.
+        inside = {"｜DSML｜", "]<]minimax[>[", "<|channel>"}
+        marks = {mark for mark in marks if not any(token in mark for token in inside)} | inside
         backend.add_tokens(sorted(m for m in marks if m.startswith("<t")))
         backend.add_special_tokens(sorted(m for m in marks if not m.startswith("<t")))
         backend.save(str(folder / "tokenizer.json"))

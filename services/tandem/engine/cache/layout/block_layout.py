@@ -94,15 +94,17 @@ class BlockLayout:
         )
 
 
-def num_blocks_of(config: EngineConfig, block_bytes: int) -> int:
-    """Returns the number of blocks of a pool whose blocks have `block_bytes` bytes. Raises
-    ConfigError if not even one block fits."""
+def num_blocks_of(config: EngineConfig, block_bytes: int, state_bytes: int = 0) -> int:
+    """Returns the number of blocks of a pool whose blocks have `block_bytes` bytes. `state_bytes`
+    of the KV memory are for states. Raises ConfigError if not even one block fits."""
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
         given = f"--num-blocks is {config.num_blocks}"
     else:
-        num_blocks = config.kv_bytes // block_bytes
+        num_blocks = (config.kv_bytes - state_bytes) // block_bytes
         given = f"--kv-memory is {config.kv_bytes}, and a block takes {block_bytes} bytes"
+        if state_bytes:
+            given += f", the states {state_bytes}"
     if num_blocks < 1:
         raise ConfigError(f"{given}; the KV pool needs at least one block")
     return num_blocks

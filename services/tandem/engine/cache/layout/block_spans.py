@@ -7,7 +7,7 @@ no other module of Tandem.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -52,6 +52,18 @@ class BlockSpans:
             if not block_ids or (min(block_ids) >= 0 and max(block_ids) < num_blocks):
                 return len(block_ids) * size
         return sum(span.stop - span.start for span in map(self.span, block_ids))
+
+    def split(self, block_ids: Sequence[int], bytes_max: int) -> Iterator[Sequence[int]]:
+        """Yields the blocks in runs of at most `bytes_max` bytes, or of one larger block."""
+        first = num_bytes = 0
+        for number, block_id in enumerate(block_ids):
+            span = self.span(block_id)
+            num_bytes += span.stop - span.start
+            if num_bytes > bytes_max and number > first:
+                yield block_ids[first:number]
+                first, num_bytes = number, span.stop - span.start
+        if block_ids:
+            yield block_ids[first:]
 
     def count(self, block_ids: Sequence[int], num_bytes: int) -> int | None:
         """Returns n such that the first n of these blocks have exactly `num_bytes` bytes in total.

@@ -1,10 +1,23 @@
 """KV groups: the layers of a model that keep KV by the same rule. Each group has its own pool and
 block tables.
 
-A rule is either full attention or a sliding window of one size. For example, a model whose layers
-alternate between full attention and a window of 1,024 tokens has two groups. All pools lie in one
-span of memory. Block ids are unique among the pools: the ids of a group follow those of the group
-before.
+A rule is full attention, a sliding window of one size, or linear attention, whose layers keep a
+state in place of keys and values. For example, a model whose layers alternate between full
+attention and a window of 1,024 tokens has two groups.
+
+The pool of a group with linear attention, a *state group*, has slots in place of blocks. A slot has
+the states of all layers of the group after some number of tokens. There are two kinds of slots:
+
+- A running state belongs to one sequence. Each step of the sequence changes it.
+- A frozen state is a copy of a running state at the end of a block, cached under the hash of the
+  block. It never changes. A request can resume after this block.
+
+So for all other code, a state group is a group with a window of one block, in which few blocks are
+cached.
+
+All pools lie in one span of memory. Block ids are unique among the pools: the ids of a group follow
+those of the group before. A slot has several consecutive ids, one for each piece in which it is
+transferred, so that no read is much larger than others.
 
     ids      [ group 0: 0 .. n0 - 1 | group 1: n0 .. n0 + n1 - 1 | ... ]
     memory   [ pool of group 0      | pool of group 1            | ... ]
@@ -24,7 +37,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from tandem.engine.cache.layout.block_layout import BlockLayout, num_blocks_of
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.cache.layout.rank_heads import RankHeads
+from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.errors import ConfigError
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_not_kv_dtype
 
@@ -42,10 +58,21 @@ class KvGroup:
 
     layers: tuple[int, ...]  # indices of the model's layers, ascending
     # Number of tokens that a token sees, including itself. None: a token sees all tokens before it.
+    # In a state group, it is such that the first token of a block sees the block before it.
     window: int | None
     layout: BlockLayout
     # Number of first tokens (sinks) that every token sees in addition to the window.
     num_first: int = 0
+
+    @property
+    def has_states(self) -> bool:
+        """True for a state group."""
+        return isinstance(self.layout, StateLayout)
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of block ids of a block or slot among all pools. It is 1 for a block."""
+        return self.layout.num_pieces if isinstance(self.layout, StateLayout) else 1
 
     def first_seen(self, num_tokens: int) -> int:
         """Returns the index of the first block in the window of the next token after `num_tokens`
@@ -70,7 +97,9 @@ class KvGroup:
     @property
     def decode_blocks(self) -> int | None:
         """Largest number of blocks over which a token and all tokens that it sees can spread. None
-        without a window."""
+        without a window. In a state group 1, the running state."""
+        if self.has_states:
+            return 1
         return None if self.window is None else self.kept_blocks + self.blocks_seen + 1
 
 
@@ -88,10 +117,15 @@ class KvLayout:
     def of_rank(self, num_ranks: int) -> KvLayout:
         """Returns the layout of one rank's pools, if `num_ranks` ranks have a pool each with some
         of the heads. Raises Incompatible if the heads cannot be divided among the ranks."""
-        heads = RankHeads(self.num_kv_heads, num_ranks)
         return KvLayout(
             tuple(
-                replace(group, layout=replace(group.layout, num_kv_heads=heads.per_rank))
+                replace(
+                    group,
+                    layout=replace(
+                        group.layout,
+                        num_kv_heads=RankHeads(group.layout.num_kv_heads, num_ranks).per_rank,
+                    ),
+                )
                 for group in self.groups
             )
         )
@@ -114,12 +148,19 @@ class KvLayout:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads in a block; the same in all groups."""
+        """KV heads in a block of the first group. Other groups may have another number: state groups,
+        and groups with windows if one rank has all heads."""
         return self.groups[0].layout.num_kv_heads
 
     @property
     def has_windows(self) -> bool:
+        """True if some groups have a window. State groups count as groups with a window."""
         return any(group.window is not None for group in self.groups)
+
+    @property
+    def state_groups(self) -> tuple[int, ...]:
+        """The numbers of the state groups."""
+        return tuple(number for number, group in enumerate(self.groups) if group.has_states)
 
     def blocks_of(self, num_tokens: int) -> int:
         """Returns the number of blocks that `num_tokens` tokens need. The last one may be partly
@@ -176,16 +217,31 @@ class KvLayout:
     @property
     def first_ids(self) -> list[int]:
         """For each group, the smallest id of its blocks. Ids are unique among all pools."""
-        return list(accumulate(self.sizes, initial=0))[:-1]
+        sizes = (group.layout.num_blocks * group.num_pieces for group in self.groups)
+        return list(accumulate(sizes, initial=0))[:-1]
+
+    def global_ids(self, group: int, block_ids: Sequence[int]) -> list[int]:
+        """Returns the ids among all pools of blocks that have the ids `block_ids` in the pool of
+        their group. A slot has several."""
+        first = self.first_ids[group]
+        num_pieces = self.groups[group].num_pieces
+        if num_pieces == 1:
+            return [first + block_id for block_id in block_ids]
+        return [
+            first + block_id * num_pieces + piece
+            for block_id in block_ids
+            for piece in range(num_pieces)
+        ]
 
     def locate(self, block_id: int) -> tuple[int, int]:
         """Returns a block's group and its id in the group's pool. `block_id` is its id among all
-        pools. Raises ValueError for an unknown id."""
+        pools, or the id of a piece of a slot. Raises ValueError for an unknown id."""
         local = block_id
         for number, group in enumerate(self.groups):
-            if 0 <= local < group.layout.num_blocks:
-                return number, local
-            local -= group.layout.num_blocks
+            num_ids = group.layout.num_blocks * group.num_pieces
+            if 0 <= local < num_ids:
+                return number, local // group.num_pieces
+            local -= num_ids
         raise ValueError(f"block id is {block_id}; it must be from 0 to {self.num_blocks - 1}")
 
     @property
@@ -195,7 +251,8 @@ class KvLayout:
 
     @property
     def num_blocks(self) -> int:
-        return sum(self.sizes)
+        """Number of block ids. A slot has one for each of its pieces."""
+        return self.spans.num_blocks
 
     @property
     def block_bytes(self) -> int:
@@ -208,9 +265,15 @@ class KvLayout:
 
     @property
     def spans(self) -> BlockSpans:
-        """The position in memory of each block, by its id among all pools."""
+        """The position in memory of each block or piece of a slot, by its id among all pools."""
         return BlockSpans(
-            tuple((group.layout.num_blocks, group.layout.block_bytes) for group in self.groups)
+            tuple(
+                (
+                    group.layout.num_blocks * group.num_pieces,
+                    group.layout.block_bytes // group.num_pieces,
+                )
+                for group in self.groups
+            )
         )
 
     def describe(self) -> str:
@@ -225,18 +288,26 @@ class KvLayout:
         )
 
 
-def layer_groups(model: ModelConfig) -> dict[int | None, tuple[int, ...]]:
-    """Returns the layer indices of each KV group. The key is the group's window; None, for full
-    attention, comes first."""
-    windows = dict.fromkeys(layer.window for layer in model.layers)
+# The rule by which a layer keeps KV: a window, None for full attention, or linear attention.
+Rule = int | None | GatedDelta
+
+
+def layer_groups(model: ModelConfig) -> dict[Rule, tuple[int, ...]]:
+    """Returns the layer indices of each KV group. Full attention comes first, then windows, then
+    linear attention."""
+    rules = dict.fromkeys(map(_rule, model.layers))
     return {
-        window: tuple(
+        rule: tuple(
             i
             for i, layer in enumerate(model.layers)
-            if layer.window == window and layer.kv_source is None
+            if _rule(layer) == rule and layer.kv_source is None
         )
-        for window in sorted(windows, key=lambda window: window is not None)
+        for rule in sorted(rules, key=lambda rule: (isinstance(rule, GatedDelta), rule is not None))
     }
+
+
+def _rule(layer: LayerSpec) -> Rule:
+    return layer.window if layer.linear is None else layer.linear
 
 
 class LayerPlace(NamedTuple):
@@ -269,20 +340,57 @@ def divide_pool(
     The group that sees furthest (full attention or the longest window) gets the memory that the
     other groups leave. Each other group gets the blocks that `max_num_seqs` decoding sequences and
     the tokens of one step need. The limit is the number of blocks that each group would have if all
-    groups had the same number. Raises ConfigError if not even one block fits.
+    groups had the same number. A state group gets a slot for each of `max_num_seqs` sequences, and
+    slots for frozen states (state_slots). Raises ConfigError if not even one block fits.
     """
     one = layout()
-    equal = num_blocks_of(config, one.block_bytes)
-    left = config.kv_bytes if config.num_blocks is None else equal * one.block_bytes
-    furthest = max(one.groups, key=lambda group: group.window or sys.maxsize)
+    blocks = KvLayout(tuple(group for group in one.groups if not group.has_states))
     sizes: dict[KvGroup, int] = {}
+    state_bytes = 0
     for group in one.groups:
+        if group.has_states:
+            sizes[group] = _num_slots(config, group, blocks)
+            state_bytes += sizes[group] * group.layout.block_bytes
+    equal = num_blocks_of(config, blocks.block_bytes, state_bytes)
+    left = equal * blocks.block_bytes
+    if config.num_blocks is None:
+        left = config.kv_bytes - state_bytes
+    furthest = max(blocks.groups, key=lambda group: group.window or sys.maxsize)
+    for group in blocks.groups:
         if group is not furthest and group.decode_blocks is not None:
             running = config.max_num_seqs * (group.decode_blocks + 1)
-            sizes[group] = min(equal, running + one.blocks_of(step_tokens))
+            sizes[group] = min(equal, running + blocks.blocks_of(step_tokens))
             left -= sizes[group] * group.layout.block_bytes
     sizes[furthest] = left // furthest.layout.block_bytes
     return layout(*(sizes[group] for group in one.groups))
+
+
+def _num_slots(config: EngineConfig, group: KvGroup, blocks: KvLayout) -> int:
+    """Returns the number of slots of a state group. `blocks` has the groups with blocks.
+
+    Each of `max_num_seqs` sequences needs a slot for its running state. The frozen states get as
+    many slots as are useful (see `checkpoint_interval`) if the pools of blocks are full: one for
+    every `interval` tokens, and two for the ends of prompts and answers. At most half of the memory
+    is for states.
+    """
+    slot_bytes = group.layout.block_bytes
+    interval = checkpoint_interval(group, blocks)
+    token_bytes = blocks.block_bytes / blocks.block_size
+    if config.num_blocks is not None:
+        num_tokens = config.num_blocks * blocks.block_size
+        return 2 * config.max_num_seqs + 3 * -(-num_tokens // interval)
+    left = max(0, config.kv_bytes - config.max_num_seqs * slot_bytes)
+    num_tokens = int(left / (token_bytes + 3 * slot_bytes / interval))
+    wanted = config.max_num_seqs + 3 * -(-num_tokens // interval)
+    return max(2, min(wanted, config.kv_bytes // 2 // slot_bytes))
+
+
+def checkpoint_interval(group: KvGroup, blocks: KvLayout) -> int:
+    """Returns the number of tokens after which a state of a long prompt is worth its memory: the
+    smallest power of 2 from 1,024 to 4,096 whose tokens take at least as many bytes as KV. `blocks`
+    has the groups with blocks."""
+    num_tokens = group.layout.block_bytes * blocks.block_size / blocks.block_bytes
+    return next((size for size in (1024, 2048) if size >= num_tokens), 4096)
 
 
 def model_layout(
@@ -303,10 +411,16 @@ def model_layout(
         raise ConfigError(why)
     rules = layer_groups(model)
     latent = model.latent
-    groups = (
-        KvGroup(
+
+    def group(rule: Rule, layers: tuple[int, ...], size: int) -> KvGroup:
+        if isinstance(rule, GatedDelta):
+            states = StateLayout.of(
+                rule, num_slots=size, num_layers=len(layers), block_size=block_size
+            )
+            return KvGroup(layers, block_size + 1, states)
+        return KvGroup(
             layers,
-            window,
+            rule,
             BlockLayout(
                 num_blocks=size,
                 num_kv_heads=model.heads_of(model.layers[layers[0]]).num_kv,
@@ -318,8 +432,8 @@ def model_layout(
                 rotated=None if latent is None else latent.rotated_key(dtype, computed_dtype),
             ),
         )
-        for (window, layers), size in zip(
-            rules.items(), num_blocks or [1] * len(rules), strict=True
-        )
+
+    sizes = num_blocks or [1] * len(rules)
+    return KvLayout(
+        tuple(group(*each, size) for each, size in zip(rules.items(), sizes, strict=True))
     )
-    return KvLayout(tuple(groups))

@@ -39,6 +39,14 @@ class WindowPool(BlockPool):
         They are evicted in this order, before other blocks."""
         self._release_in_order(block_ids, -_PASSED)
 
+    def evict_first(self, block_hash: bytes) -> None:
+        """Makes a block the first to be evicted, as `release_out_of_window` does, if the block is
+        CACHED."""
+        block_id = self.find(block_hash)
+        if block_id is not None and not self._blocks[block_id].num_references:
+            self._blocks[block_id].last_used = self._clock - _PASSED
+            self._cached.update(block_id)
+
     def store(
         self,
         block_id: int,

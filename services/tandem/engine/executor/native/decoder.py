@@ -18,7 +18,7 @@ for both values of the setting `numerics`: "fast" and "invariant".
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from ctypes import Array, addressof, pointer
 from itertools import chain
 from typing import NamedTuple
@@ -43,6 +43,7 @@ from tandem.engine.executor.torch.decoder import (
     rope_tables,
 )
 from tandem.engine.executor.weights.decoder_weights import (
+    DeltaWeights,
     ExpertWeights,
     LayerWeights,
     Linear,
@@ -54,6 +55,7 @@ from tandem.engine.executor.weights.share import WHOLE, Share
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config.experts import Experts as ExpertSpec
 from tandem.models.config.layers import LayerSpec
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_only_torch
 from tandem_kernels.kv_cache import KvPool, StaticKv
@@ -62,6 +64,7 @@ from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import (
     PANEL,
     Activation,
+    Delta,
     Experts,
     Gating,
     Kind,
@@ -74,8 +77,10 @@ from tandem_kernels.native.library import (
     Step,
     load,
 )
+from tandem_kernels.native.state import TAPS_MAX
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.sampling import Draw, sample
+from tandem_kernels.state_pool import Pool, StatePool
 
 _HEAD_MAX = 512  # the largest head size that kv_int4.h supports
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
@@ -101,6 +106,13 @@ def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
     if why := why_only_torch(config):
         return why
+    for layer in config.layers:
+        if (linear := layer.linear) is None:
+            continue
+        if linear.value_dim % PANEL:
+            return f"linear_value_head_dim {linear.value_dim} is not a multiple of {PANEL}"
+        if linear.kernel > TAPS_MAX:
+            return f"linear_conv_kernel_dim {linear.kernel} is larger than {TAPS_MAX}"
     if config.head_dim > _HEAD_MAX and config.latent is None:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:
@@ -143,7 +155,12 @@ class NativeDecoder:
         # Item i is the index of the token in the last step from which row i of the logits was
         # computed.
         self._logit_rows: list[int] = []
-        self._pools: Sequence[KvPool] | None = None
+        self._pools: Sequence[Pool] | None = None
+        self._state_groups = {
+            place.group
+            for layer, place in zip(config.layers, layer_places(config), strict=True)
+            if layer.linear is not None
+        }
         self.adapters = NativeAdapters()
         places = layer_places(config)
         layers = (Layer * config.num_layers)(
@@ -194,7 +211,7 @@ class NativeDecoder:
     def forward(
         self,
         batch: StepBatch,
-        pools: Sequence[KvPool],
+        pools: Sequence[Pool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Computes a step. Writes the tokens' KV into `pools`, one pool for each KV group. Returns
@@ -208,7 +225,7 @@ class NativeDecoder:
             self._groups = _kv_groups_of(pools)
             self._pools = pools
         slices = by_adapter(batch.slices) if batch.has_adapters else batch.slices
-        inputs = _Inputs(slices, batch.slices, pools[0].layout.block_size)
+        inputs = _Inputs(slices, batch.slices, pools[0].layout.block_size, self._state_groups)
         if self._memory is not None:
             self._memory.post(inputs.sent, inputs.numbers)
         step = self._step(inputs.sent, inputs.numbers.buffer_info()[0], pools)
@@ -221,13 +238,13 @@ class NativeDecoder:
         self._logit_rows = inputs.logit_rows
         return self._results.logits
 
-    def compute_share(self, sent: SentStep, numbers_address: int, pools: Sequence[KvPool]) -> None:
+    def compute_share(self, sent: SentStep, numbers_address: int, pools: Sequence[Pool]) -> None:
         """Computes this rank's share of a step of rank 0, which has sent the step's inputs."""
         step = self._step(sent, numbers_address, pools)
         self._library.to_last_kv(self._decoder, step)
         self._library.to_logits(self._decoder, step)
 
-    def _step(self, sent: SentStep, numbers_address: int, pools: Sequence[KvPool]) -> Step:
+    def _step(self, sent: SentStep, numbers_address: int, pools: Sequence[Pool]) -> Step:
         # Reading a tensor's address is slow. The pools are normally the same in every step, so the
         # addresses of their tensors are read only once.
         if self._pools is not pools:
@@ -306,26 +323,59 @@ class NativeDecoder:
             sinks=self._packer.floats(weights.sinks),
             mlp_norm=self._packer.floats(weights.mlp_norm),
             mlp_post_norm=self._packer.floats(weights.mlp_post_norm),
-            qkv=self._packer.matrix(weights.qkv),
+            qkv=self._packer.matrix(
+                weights.qkv
+                if weights.attention_gate is None
+                else (*weights.qkv, weights.attention_gate)
+            ),
+            has_gates=weights.attention_gate is not None,
             attention_out=self._packer.matrix((weights.attention_out,)),
             rope=self._angles.ropes.index(spec.rope),
             window=-(spec.window or 0) if spec.is_chunked else spec.window or 0,
             group=place.group,
             place=place.number,
         )
+        if weights.delta is not None:
+            assert spec.linear is not None
+            layer.delta = pointer(self._delta(spec.linear, weights.delta))
         if weights.latent is not None:
             assert self._config.latent is not None
             layer.latent = pointer(self._packer.latent(self._config.latent, weights.latent))
         if isinstance(weights.mlp, ExpertWeights):
             assert spec.experts is not None
-            layer.experts = pointer(self._experts(spec.experts, weights.mlp))
+            layer.experts = pointer(self._experts(spec.experts, weights.mlp, weights.mlp_norm))
             if weights.mlp.shared is not None:
                 layer.mlp = self._mlp(weights.mlp.shared)
         else:
             layer.mlp = self._mlp(weights.mlp)
         return layer
 
-    def _experts(self, spec: ExpertSpec, weights: ExpertWeights) -> Experts:
+    def _delta(self, sizes: GatedDelta, weights: DeltaWeights) -> Delta:
+        q, k, v = (taps.t().contiguous() for taps in torch.split(weights.conv, sizes.sections))
+        delta = Delta(
+            q_taps=self._packer.floats(q),
+            k_taps=self._packer.floats(k),
+            v_taps=self._packer.floats(v),
+            a_log=self._packer.floats(weights.a_log),
+            dt_bias=self._packer.floats(weights.dt_bias),
+            norm=self._packer.floats(weights.norm),
+            num_k_heads=sizes.num_key_heads,
+            num_v_heads=sizes.num_value_heads,
+            key_dim=sizes.key_dim,
+            value_dim=sizes.value_dim,
+            num_taps=sizes.kernel,
+        )
+        self._packer.keep(delta)
+        return delta
+
+    def _experts(
+        self, spec: ExpertSpec, weights: ExpertWeights, norm: torch.Tensor | None
+    ) -> Experts:
+        """`norm` is the norm before the experts."""
+        gate = None
+        if weights.shared_gate is not None:
+            assert norm is not None
+            gate = weights.shared_gate.weight.float().flatten() * norm.float()
         experts = Experts(
             mlps=(Mlp * spec.num)(*map(self._mlp, weights.mlps)),
             router=self._packer.matrix((weights.router,), keeps_kind=True),
@@ -338,6 +388,7 @@ class NativeDecoder:
             num_groups=spec.groups.num if spec.groups else 0,
             top_groups=spec.groups.top if spec.groups else 0,
             scale=spec.scale,
+            shared_gate=self._packer.floats(gate),
         )
         self._packer.keep(experts)
         return experts
@@ -383,9 +434,11 @@ class _Inputs:
         slices: Sequence[SequenceSlice],
         wanted: Sequence[SequenceSlice],
         block_size: int,
+        state_groups: Container[int] = (),
     ) -> None:
         """`slices` has the slices in the order in which their tokens are numbered. `wanted` has the
-        same slices in the order in which the caller expects the rows of logits."""
+        same slices in the order in which the caller expects the rows of logits. The tables of
+        `state_groups` have one entry, the slot of the sequence's running state."""
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[int] = []
@@ -406,7 +459,7 @@ class _Inputs:
             slots += [table[at // block_size] * block_size + at % block_size for at in places]
             tables += table[: -(-context_len // block_size)]
             rows[id(piece)] = range(len(token_ids) - piece.num_logits, len(token_ids))
-        groups = [(slots, tables), *_other_groups(slices, block_size)]
+        groups = [(slots, tables), *_other_groups(slices, block_size, state_groups)]
         self.logit_rows = list(chain.from_iterable([rows[id(piece)] for piece in wanted]))
         self.numbers = array("i")  # int32; a number that does not fit raises OverflowError
         firsts = []
@@ -425,13 +478,16 @@ class _Inputs:
 
 
 def _other_groups(
-    slices: Sequence[SequenceSlice], block_size: int
+    slices: Sequence[SequenceSlice], block_size: int, state_groups: Container[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields, for each KV group except the first, the slots of the step's tokens and the block
     tables of all slices, one after the other."""
     for number in range(len(slices[0].other_tables)):
         slots: list[int] = []
         tables: list[int] = []
+        if number + 1 in state_groups:
+            yield slots, [piece.other_tables[number][0] for piece in slices]
+            continue
         for piece in slices:
             table = piece.other_tables[number]
             places = range(piece.context_len - piece.num_tokens, piece.context_len)
@@ -527,14 +583,15 @@ class _BlockSums:
                 first += len(sums)
 
 
-def _kv_kind_of(pool: KvPool) -> Kind:
+def _kv_kind_of(pool: Pool) -> Kind:
     """Returns the number format of a pool's KV rows."""
+    assert isinstance(pool, KvPool)
     if pool.layout.rotated is not None:
         return _LATENT_KV_KINDS[pool.layout.rotated.dtype]
     return _KV_KINDS[pool.layout.dtype]
 
 
-def _kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:
+def _kv_groups_of(pools: Sequence[Pool]) -> Array[KvGroup]:
     """Returns the structs that describe each KV group's pool to the C++ kernels. `forward` sets the
     fields for slots and block tables in each step."""
     return (KvGroup * len(pools))(
@@ -544,7 +601,7 @@ def _kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:
                 block_bytes=pool.layout.block_bytes,
                 head_bytes=pool.layout.head_bytes,
                 layer_bytes=pool.layout.layer_bytes,
-                **_static_fields(pool.static),
+                **_static_fields(None if isinstance(pool, StatePool) else pool.static),
             )
             for pool in pools
         )

@@ -7,7 +7,8 @@
 
 Some model families add norms after attention and the MLP, norms of q and k, layers with a window or
 without rotation, and constant factors (models/config/families.py). In other families, a layer has
-several MLPs, called experts, and a router that chooses some of them for each token.
+several MLPs, called experts, and a router that chooses some of them for each token. Layers with
+linear attention keep a state in place of keys and values (models/config/linear_attention.py).
 
 The decoder works on tensors and the KV pool. It knows neither sequences nor scheduling.
 """
@@ -23,6 +24,7 @@ from tandem.engine.executor.torch.inputs import StepInputs
 from tandem.engine.executor.torch.lora import NO_LORA, ProductName, StepLora
 from tandem.engine.executor.weights.decoder_weights import (
     LATENT_NORM_EPS,
+    DeltaWeights,
     ExpertWeights,
     LatentWeights,
     LayerInputWeights,
@@ -35,12 +37,16 @@ from tandem.engine.executor.weights.expand import embedded, pieces
 from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
 from tandem.models.config.layers import Heads, LayerSpec
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import GateClamp, ModelConfig
 from tandem.models.config.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
+from tandem_kernels.causal_conv import causal_conv1d
 from tandem_kernels.dispatch import Angles, Attention, Kernels
 from tandem_kernels.experts import choose_experts, choose_in_groups
 from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.linear_attention import StateSpan, delta_gates
+from tandem_kernels.norm import gated_rms_norm
 from tandem_kernels.rope import (
     query_factors,
     rotary_angles,
@@ -49,6 +55,9 @@ from tandem_kernels.rope import (
     scale_longrope,
     scale_yarn,
 )
+from tandem_kernels.state_pool import Pool, StatePool
+
+_VECTOR = 16  # largest number of elements that torch computes at once, or a multiple of it
 
 
 class Decoder:
@@ -78,7 +87,7 @@ class Decoder:
     def forward(
         self,
         inputs: StepInputs,
-        pools: Sequence[KvPool],
+        pools: Sequence[Pool],
         lora: StepLora,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
@@ -91,13 +100,15 @@ class Decoder:
         finished.
         """
         specs = self._config.layers
+        kv_pools = [pool for pool in pools if isinstance(pool, KvPool)]
         attentions = {
             (group, window, is_chunked): self._attention(
-                inputs.spans[group], pools[group], window, is_chunked
+                inputs.spans[group], kv_pools[group], window, is_chunked
             )
             for group, window, is_chunked in dict.fromkeys(
                 (place.group, spec.window, spec.is_chunked)
                 for spec, place in zip(specs, self._places, strict=True)
+                if spec.linear is None
             )
         }
         all_angles = {
@@ -115,32 +126,47 @@ class Decoder:
         for index, (spec, place, layer) in enumerate(layers):
             normed = self._norm_hidden(x, layer.attention_norm)
             pool = pools[place.group]
-            token_rows = inputs.token_rows[place.group]
             projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
-            angles = all_angles[spec.rope, self._rope_dim(spec)]
-            if layer.latent is None:
-                heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
-            else:
-                heads = self._latent_heads(
-                    index, layer.latent, projected, angles, inputs.num_tokens, lora
-                )
-            queries, keys, values = heads
-            if (factor := factors[spec.rope]) is not None:
-                queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
-            if spec.kv_source is None:
-                pool.write(place.number, token_rows, keys, values)
             tell_written = on_kv_written if index + 1 == self._config.num_layers else None
+            if spec.linear is not None:
+                assert isinstance(pool, StatePool)
+                assert layer.delta is not None
+                attended = self._delta(
+                    spec.linear,
+                    layer.delta,
+                    projected,
+                    pool.matrices(place.number),
+                    pool.convs(place.number),
+                    inputs.state_spans[place.group],
+                )
+            else:
+                assert isinstance(pool, KvPool)
+                angles = all_angles[spec.rope, self._rope_dim(spec)]
+                if layer.latent is None:
+                    heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
+                else:
+                    heads = self._latent_heads(
+                        index, layer.latent, projected, angles, inputs.num_tokens, lora
+                    )
+                queries, keys, values = heads
+                if (factor := factors[spec.rope]) is not None:
+                    queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
+                if spec.kv_source is None:
+                    pool.write(place.number, inputs.token_rows[place.group], keys, values)
             if tell_written is not None and self._ranks is ALONE:
                 tell_written()
-            attend = attentions[place.group, spec.window, spec.is_chunked]
-            attended = attend(place.number, queries, layer.sinks)[..., : self._config.value_dim]
+            if spec.linear is None:
+                attend = attentions[place.group, spec.window, spec.is_chunked]
+                attended = attend(place.number, queries, layer.sinks)
+                attended = attended[..., : self._config.value_dim]
             if layer.latent is not None:
                 latents = attended[..., : layer.latent.values.shape[-1]]
                 attended = self._kernels.linear_of_heads(latents, layer.latent.values)
                 attended = lora.add_of_heads(index, "latent_values", attended, latents)
-            share = self._out(
-                index, "attention_out", layer.attention_out, attended.flatten(1), lora
-            )
+            attended = attended.flatten(1)
+            if layer.attention_gate is not None:
+                attended = attended * torch.sigmoid(self._project(normed, (layer.attention_gate,)))
+            share = self._out(index, "attention_out", layer.attention_out, attended, lora)
             delta = whole_of(self._ranks, self._config.hidden_size, share)
             if tell_written is not None and self._ranks is not ALONE:
                 tell_written()
@@ -283,6 +309,44 @@ class Decoder:
         stored = torch.cat((normed, rotated[:, -1]), 1)[:num_tokens].unsqueeze(1)
         return torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored
 
+    def _delta(
+        self,
+        sizes: GatedDelta,
+        weights: DeltaWeights,
+        projected: torch.Tensor,
+        states: torch.Tensor,
+        conv_states: torch.Tensor,
+        spans: Sequence[StateSpan],
+    ) -> torch.Tensor:
+        """Computes a Gated DeltaNet layer up to its output matrix. `projected` has the channels of
+        the convolution, the output gates z, and b and a side by side. Updates the states of the
+        spans. Returns [rows, value heads, value dim]."""
+        num_heads = sizes.num_value_heads
+        channels, z, b, a = torch.split(
+            projected, [sizes.num_channels, num_heads * sizes.value_dim, num_heads, num_heads], 1
+        )
+        q, k, v = (
+            causal_conv1d(x, taps, None, inputs, spans, silu)
+            for x, taps, inputs in zip(
+                torch.split(channels, sizes.sections, 1),
+                torch.split(weights.conv, sizes.sections),
+                torch.split(conv_states, [num // num_heads for num in sizes.sections], -1),
+                strict=True,
+            )
+        )
+        log_decay, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
+        out = self._kernels.gated_delta_rule(
+            q.view(len(q), -1, sizes.key_dim),
+            k.view(len(k), -1, sizes.key_dim),
+            v.view(len(v), -1, sizes.value_dim),
+            log_decay,
+            beta,
+            states,
+            spans,
+        )
+        gates = z.view(len(z), num_heads, -1)
+        return gated_rms_norm(out, gates, weights.norm, self._config.rms_norm_eps)
+
     def _out(
         self, index: int, product: ProductName, matrix: Linear, x: torch.Tensor, lora: StepLora
     ) -> torch.Tensor:
@@ -330,6 +394,10 @@ class Decoder:
         num_out = len(weights.mlps[0].down.weight)
         out = torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
+        if shared is not None and weights.shared_gate is not None:
+            # The bits of sigmoid depend on the place in a vector, so a row takes a whole one.
+            gates = self._project(x, (weights.shared_gate,)).repeat(1, _VECTOR)
+            shared = shared * torch.sigmoid(gates)[:, :1]
         if shared is not None and not share.splits_experts:
             out += shared
         first = share.of(experts.num).start if share.splits_experts else 0

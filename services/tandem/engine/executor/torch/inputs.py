@@ -15,6 +15,8 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.attention_groups import QuerySpan, batch_order
 from tandem_kernels.block_sums import BlockShares
 from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.linear_attention import StateSpan
+from tandem_kernels.state_pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,12 @@ class StepInputs:
     token_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
     # Where each token's KV is stored: one result of `KvPool.token_rows`, [T, kv heads], for each KV
-    # group.
+    # group with keys and values. These groups come before state groups.
     token_rows: list[torch.Tensor]
-    spans: list[list[QuerySpan]]  # for each KV group, one span for each sequence
+    # For each group with keys and values, one span for each sequence.
+    spans: list[list[QuerySpan]]
+    # For each KV group, one span for each sequence. Empty for groups with keys and values.
+    state_spans: list[list[StateSpan]]
     # For each row of logits, the token's row from which the logits are computed. The rows of logits
     # are in the order of the batch's slices.
     logit_rows: torch.Tensor
@@ -34,17 +39,20 @@ class StepInputs:
     shares: list[BlockShares]
 
 
-def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple: int) -> StepInputs:
-    """Creates the inputs of a step. `pools` has one pool for each KV group."""
+def make_step_inputs(batch: StepBatch, pools: Sequence[Pool], *, row_multiple: int) -> StepInputs:
+    """Creates the inputs of a step. `pools` has one pool for each KV group. State groups come
+    last, and their tables have the slot of the running state."""
     slices = batch.slices
-    block_size = pools[0].block_size
-    device = pools[0].device
+    kv_pools = [pool for pool in pools if isinstance(pool, KvPool)]
+    block_size = kv_pools[0].block_size
+    device = kv_pools[0].device
     order = batch_order([s.context_len for s in slices], [s.num_tokens for s in slices])
     token_ids: list[int] = []
     positions: list[int] = []
     offsets: list[int] = []  # each token's index in its block
-    block_ids: list[list[int]] = [[] for _ in pools]
-    spans: list[list[QuerySpan]] = [[] for _ in pools]
+    block_ids: list[list[int]] = [[] for _ in kv_pools]
+    spans: list[list[QuerySpan]] = [[] for _ in kv_pools]
+    state_spans: list[list[StateSpan]] = [[] for _ in pools]
     last_rows = [0] * len(slices)
     adapted: dict[str, list[int]] = defaultdict(list)
     shares: list[BlockShares] = []
@@ -58,6 +66,11 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple:
             adapted[piece.adapter] += range(len(token_ids), len(token_ids) + piece.num_tokens)
         places = range(piece.context_len - piece.num_tokens, piece.context_len)
         for group, table in enumerate(piece.block_tables):
+            if group >= len(kv_pools):
+                state_spans[group].append(
+                    StateSpan(len(token_ids), piece.num_tokens, places.start, table[0])
+                )
+                continue
             spans[group].append(
                 QuerySpan(
                     len(token_ids),
@@ -83,9 +96,10 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple:
         positions=packed[1],
         token_rows=[
             pool.token_rows(ids, packed[2, :num_tokens])
-            for pool, ids in zip(pools, packed[3:, :num_tokens], strict=True)
+            for pool, ids in zip(kv_pools, packed[3:, :num_tokens], strict=True)
         ],
         spans=spans,
+        state_spans=state_spans,
         logit_rows=torch.tensor(
             [
                 row

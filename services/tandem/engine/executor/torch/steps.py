@@ -15,9 +15,9 @@ from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.dispatch import Kernels, kernels_for
-from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.logprobs import logprobs
 from tandem_kernels.sampling import Draw, sample
+from tandem_kernels.state_pool import Pool
 
 
 class StepDecoder(Protocol):
@@ -28,7 +28,7 @@ class StepDecoder(Protocol):
     def forward(
         self,
         inputs: StepInputs,
-        pools: Sequence[KvPool],
+        pools: Sequence[Pool],
         lora: StepLora,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor: ...
@@ -68,7 +68,7 @@ class DecoderSteps:
     def forward(
         self,
         batch: StepBatch,
-        pools: Sequence[KvPool],
+        pools: Sequence[Pool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Computes a step on the device of the pools. The arguments and the result are those of
@@ -82,7 +82,7 @@ class DecoderSteps:
             kernels.row_multiple,
             kernels.linear_of_heads,
         )
-        if on_kv_written is None or pools[0].device.type != "cuda":
+        if on_kv_written is None or pools[0].memory.device.type != "cuda":
             logits = self._decoder.forward(inputs, pools, lora, on_kv_written)
             for shares in inputs.shares:
                 shares.finish()

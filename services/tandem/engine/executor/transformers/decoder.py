@@ -22,6 +22,7 @@ from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.dispatch import Attention, Kernels
 from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.state_pool import Pool, without_states
 
 ATTENTION = "tandem_paged"  # name of the attention function in the library
 
@@ -84,13 +85,13 @@ class TransformersDecoder:
     def forward(
         self,
         inputs: StepInputs,
-        pools: Sequence[KvPool],
+        pools: Sequence[Pool],
         lora: StepLora,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Computes a step as `Decoder.forward` does. `lora` must have no adapters."""
         assert not inputs.adapted
-        step = _Step(self._layers, inputs, pools, self._kernels, on_kv_written)
+        step = _Step(self._layers, inputs, without_states(pools), self._kernels, on_kv_written)
         before = _step.set(step)
         try:
             out = self._model(

@@ -107,8 +107,8 @@ class MixedGraphs:
             )
             self._record(num_blocks, max(context_len, largest))
             log.info(
-                "recorded CUDA graphs of steps with chunks of up to %d tokens in all beside up to "
-                "%d single tokens",
+                "recorded CUDA graphs for steps that compute up to %d tokens of prompts, and one "
+                "token for each of up to %d other sequences",
                 largest,
                 num_seqs_max,
             )

@@ -51,6 +51,8 @@ class ExpertWeights:
     router: Linear  # [experts, hidden], in float32 or in the compute dtype
     mlps: tuple[Mlp, ...]
     shared: Mlp | None = None  # an additional MLP that all tokens use
+    # [1, hidden]: the sigmoid of its product is a factor on the output of `shared`; None: no factor
+    shared_gate: Linear | None = None
     # [experts], float32: added to the router's scores to choose experts. The weights of the chosen
     # experts are computed from the scores without this addition.
     correction: torch.Tensor | None = None
@@ -69,6 +71,17 @@ class LatentWeights:
     keys: torch.Tensor
     # [heads, value, kv rank]: multiplied by a head's attention output, which is a sum of latents
     values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """The additional weights of a Gated DeltaNet layer
+    (tandem/models/config/linear_attention.py)."""
+
+    conv: torch.Tensor  # [channels, kernel]: the channels of q, of k and of v
+    a_log: torch.Tensor  # [value heads], float32: logarithm of the decay's factor
+    dt_bias: torch.Tensor  # [value heads], float32: added to the decay's input
+    norm: torch.Tensor  # [value dim]: the norm of each value head's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +108,9 @@ class LayerWeights:
     norms. In these families, the norms in this class include the offset and are in float32."""
 
     # The matrices q, k and v, or one matrix with the rows of all three. With latent attention, two
-    # matrices: the first computes the queries or the latent of the queries, the second the KV.
+    # matrices: the first computes the queries or the latent of the queries, the second the KV. With
+    # linear attention, four matrices: the channels of the convolution [channels, hidden], the
+    # output gates z [value heads * value dim, hidden], and b and a [value heads, hidden] each.
     qkv: tuple[Linear, ...]
     attention_out: Linear
     mlp: Mlp | ExpertWeights
@@ -108,6 +123,9 @@ class LayerWeights:
     # [heads]: one extra score in each head's softmax that belongs to no key; None: no sinks
     sinks: torch.Tensor | None = None
     latent: LatentWeights | None = None  # None: the layer has no latent attention
+    # [heads * head_dim, hidden]: the sigmoid of its product is a factor on attention's output
+    attention_gate: Linear | None = None
+    delta: DeltaWeights | None = None  # None: the layer has no linear attention
     scalar: torch.Tensor | None = None  # [1], a factor on the layer's output; None: no factor
     # None: tokens have no embeddings for layers.
     layer_inputs: LayerInputWeights | None = None

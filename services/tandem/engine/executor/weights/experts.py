@@ -28,6 +28,11 @@ def load_experts(
     return ExpertWeights(
         router=_router(tensors, names, layer),
         shared=shared,
+        shared_gate=(
+            Linear(tensors.tensor(f"{layer}.mlp.shared_expert_gate.weight"), None)
+            if experts.has_shared_gate
+            else None
+        ),
         correction=tensors.floats(correction).flatten() if experts.is_corrected else None,
         mlps=tuple(Mlp(gate_up, down[0]) for gate_up, down in zip(gate_ups, downs, strict=True)),
     )

@@ -19,6 +19,7 @@ import torch
 
 from tandem.engine.executor.weights.checkpoint import check_tied, map_files
 from tandem.engine.executor.weights.decoder_weights import (
+    DeltaWeights,
     ExpertWeights,
     LatentWeights,
     LayerInputWeights,
@@ -47,7 +48,7 @@ from tandem.engine.executor.weights.share import (
 )
 from tandem.engine.executor.weights.tensors_by_name import KeptFor, TensorsByName
 from tandem.models.checkpoint.check import check_weights
-from tandem.models.checkpoint.expert_names import ExpertNames
+from tandem.models.checkpoint.expert_names import ExpertNames, shared_mlp
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.weight_shapes import (
     EMBEDDING,
@@ -61,6 +62,7 @@ from tandem.models.checkpoint.weight_shapes import (
 from tandem.models.config.experts import Experts
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.config.rope import Rope
 from tandem.models.files import naming
@@ -235,17 +237,20 @@ class _Builder:
     def layer(self, name: str, spec: LayerSpec) -> LayerWeights:
         attention = f"{name}.self_attn"
         tensors = self._tensors
-        norms = {
+        mlp = self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp")
+        norms: dict[str, Any] = {
             field: self.norm(f"{name}.{stored}.weight")
             for field, stored in NORMS[self._config.norms].items()
         }
+        if spec.linear is not None:
+            return self._delta_layer(f"{name}.linear_attn", spec.linear, mlp, norms)
         if self._config.qk_norm == "rotated_plain" and spec.rope.theta is not None:
             norms["q_norm"] = norms["k_norm"] = self._tensors.ones(self._config.head_dim)
         elif self._config.qk_norm and self._config.qk_norm != "rotated_plain":
             norms["q_norm"] = self._head_norm(f"{attention}.q_norm.weight", spec.rope)
             if spec.kv_source is None:
                 norms["k_norm"] = self._head_norm(f"{attention}.k_norm.weight", spec.rope)
-        latent = None
+        latent = gate = None
         qkv: tuple[Linear, ...]
         if self._config.latent is not None:
             parts = token_products(self._config.latent)
@@ -253,6 +258,8 @@ class _Builder:
             latent = self._latent(attention, self._config.latent)
         elif self._config.has_fused_qkv:
             qkv = self._rotary_first((tensors.linear(f"{attention}.qkv_proj"),), spec)
+        elif self._config.has_attention_gates:
+            qkv, gate = self._gated_qkv(attention, spec.rope)
         else:
             parts_of_layer = "qkk" if spec.values_are_keys else "qkv"
             if spec.kv_source is not None:
@@ -267,7 +274,8 @@ class _Builder:
                 if self._config.has_sinks and not spec.lacks_sinks
                 else None
             ),
-            mlp=self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp"),
+            mlp=mlp,
+            attention_gate=gate,
             latent=latent,
             scalar=tensors.tensor(f"{name}.layer_scalar")
             if self._config.has_layer_scalars
@@ -302,6 +310,56 @@ class _Builder:
             return self._tensors.tensor(name)
         return self._tensors.floats(name) + self._config.norm_offset
 
+    def _gated_qkv(self, name: str, rope: Rope) -> tuple[tuple[Linear, ...], Linear]:
+        """Returns the matrices q, k and v, and the matrix of the gates on attention's output.
+        q_proj has the rows of the query and then of the gate of each head."""
+        size = self._config.head_dim
+        elements = torch.arange(size)
+        order = head_rows(self._config, rope)
+        order = elements if order is None else order
+        q, k = (self._tensors.tensor(f"{name}.{part}_proj.weight") for part in "qk")
+        num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_kv_heads
+        queries = q[_rows_of_heads(num_heads, 2 * size, order).to(q.device)]
+        gates = q[_rows_of_heads(num_heads, 2 * size, size + elements).to(q.device)]
+        keys = k[_rows_of_heads(num_kv_heads, size, order).to(k.device)]
+        values = self._tensors.tensor(f"{name}.v_proj.weight")
+        return tuple(Linear(rows, None) for rows in (queries, keys, values)), Linear(gates, None)
+
+    def _delta_layer(
+        self,
+        name: str,
+        sizes: GatedDelta,
+        mlp: Mlp | ExpertWeights,
+        norms: Mapping[str, Any],
+    ) -> LayerWeights:
+        tensors = self._tensors
+        if sizes.is_joined:
+            # For each key head, the rows of q, k, v and z, and the rows of b and a.
+            values = sizes.group * sizes.value_dim
+            qkvz = tensors.tensor(f"{name}.in_proj_qkvz.weight")
+            qkvz = qkvz.view(sizes.num_key_heads, -1, qkvz.shape[1])
+            sections = torch.split(qkvz, [sizes.key_dim, sizes.key_dim, values, values], 1)
+            q, k, v, z = (rows.flatten(0, 1) for rows in sections)
+            ba = tensors.tensor(f"{name}.in_proj_ba.weight")
+            b, a = ba.view(sizes.num_key_heads, 2, sizes.group, -1).unbind(1)
+            parts = [torch.cat((q, k, v)), z, b.flatten(0, 1), a.flatten(0, 1)]
+        else:
+            parts = [
+                tensors.tensor(f"{name}.in_proj_{part}.weight") for part in ("qkv", "z", "b", "a")
+            ]
+        return LayerWeights(
+            qkv=tuple(Linear(part, None) for part in parts),
+            attention_out=tensors.linear(f"{name}.out_proj"),
+            mlp=mlp,
+            delta=DeltaWeights(
+                conv=tensors.tensor(f"{name}.conv1d.weight").squeeze(1),
+                a_log=tensors.floats(f"{name}.A_log"),
+                dt_bias=tensors.floats(f"{name}.dt_bias"),
+                norm=tensors.tensor(f"{name}.norm.weight"),
+            ),
+            **norms,
+        )
+
     def _of_latent(self, name: str, rotated: RotatedRows) -> Linear:
         weight = Linear(self._tensors.tensor(f"{name}.weight"), None)
         linear = self._tensors.with_bias(weight, f"{name}.bias")
@@ -331,7 +389,9 @@ class _Builder:
         return Mlp(gate_up, self._tensors.linear(f"{name}.down_proj"))
 
     def _experts(self, layer: str, experts: Experts) -> ExpertWeights:
-        shared = self._mlp(f"{layer}.mlp.shared_experts") if experts.shared_inner else None
+        shared = None
+        if experts.shared_inner:
+            shared = self._mlp(f"{layer}.{shared_mlp(experts)}")
         return load_experts(self._tensors, self._names, layer, experts, shared)
 
     def _rotary_first(self, parts: tuple[Linear, ...], spec: LayerSpec) -> tuple[Linear, ...]:
@@ -363,6 +423,11 @@ def _with_rows(matrix: Linear, rows: torch.Tensor) -> Linear:
     if matrix.blocks is not None:
         return replace(matrix, bias=bias, blocks=matrix.blocks.in_order(rows))
     return Linear(matrix.weight[rows.to(matrix.weight.device)], bias)
+
+
+def _rows_of_heads(num_heads: int, size: int, elements: torch.Tensor) -> torch.Tensor:
+    """Returns the rows `elements` of each head, in a matrix with `size` rows for each head."""
+    return (torch.arange(num_heads).unsqueeze(1) * size + elements).flatten()
 
 
 def _keys_and_values(

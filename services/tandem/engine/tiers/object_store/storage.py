@@ -230,7 +230,7 @@ class _Health:
         with self._lock:
             self._lock.wait_for(lambda: not self._is_probed, 2 * REQUEST_S)
             if not self._may_request():
-                raise OSError("the object store failed recently and is not used for now")
+                raise OSError("the object store failed recently; requests to it are paused")
             self._is_probed = self._has_failed
 
     def succeed(self) -> None:
@@ -276,7 +276,8 @@ def _start_threads(name: str) -> ThreadPoolExecutor:
     except RuntimeError as error:  # a thread could not be started, or the barrier timed out
         all_run.abort()
         raise ConfigError(
-            f"the threads that send requests to the object store do not start: {error!r}"
+            f"the {_AT_ONCE} threads that send requests to the object store could not be started "
+            f"({error!r}); check the limit on threads (ulimit -u, or the container's pids limit)"
         ) from error
     return threads
 

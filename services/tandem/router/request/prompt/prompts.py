@@ -141,7 +141,7 @@ class PromptPreparer:
 
         Raises ConfigError if a rule fails or does not end.
         """
-        why = "its rules for splitting text fail or do not end"
+        why = "the tokenizer fails or does not end on a few short texts"
         with suppress(LateJob, BrokenExecutor):
             why = await self._processes.run("", 1.0, _check_in_process)
         if why:

@@ -146,13 +146,14 @@ def free_groups(client: Client, owner: str) -> None:
         with _unless(409, owner):
             client.patch(resource, name, patch, patch_type=PatchType.MERGE)
             log.info(
-                "%s: the worker groups no longer belong to the field managers that patched them "
-                "(managedFields in Kubernetes), so the upgrade can now change the groups",
+                "%s: field managers that had patched the worker groups were removed from "
+                "managedFields, so that the upgrade can change the worker groups",
                 owner,
             )
             return
     raise ScaleAway(
-        f"{owner} cannot be changed: it was changed by others during all {_ATTEMPTS} attempts"
+        f"{owner} cannot be changed, because other programs changed it during each of {_ATTEMPTS} "
+        "attempts; try again"
     )
 
 
@@ -191,8 +192,8 @@ def set_size(
             log.info("the size of %s was set to %d replicas", owner, size)
             return size
     raise ScaleAway(
-        f"the size of {owner} cannot be set: it was changed by others during all {_ATTEMPTS} "
-        "attempts"
+        f"the size of {owner} cannot be set, because other programs changed {owner} during each of "
+        f"{_ATTEMPTS} attempts; try again"
     )
 
 
@@ -202,7 +203,7 @@ def read_object(client: Client, owner: str) -> dict[str, Any] | None:
     with _unless(404, owner):
         live: dict[str, Any] = client.get(resource, name).to_dict()
         return live
-    log.info("%s does not exist yet, so its size is not set", owner)
+    log.info("%s does not exist yet, so this job skips it", owner)
     return None
 
 
@@ -235,7 +236,10 @@ def run_job(run: Callable[[Client, Sequence[str]], None]) -> int:
         with open_client(Client, Path(SERVICE_ACCOUNT)) as client:
             run(client, sys.argv[1:])
     except TandemError as error:
-        log.error("the upgrade is stopped: %s", error.message)
+        log.error(
+            "this attempt failed, and the upgrade fails, too, if no attempt succeeds: %s",
+            error.message,
+        )
         return LATE if isinstance(error, DeadlineExceeded) else 1
     return 0
 

@@ -1,0 +1,66 @@
+"""The positions after which a sequence's states are frozen, so that a request can resume there.
+
+A frozen state takes the memory of a thousand tokens or more, so there are few. The positions are
+multiples of 64 tokens, at which kernels compute the same bits however a prompt is divided into
+chunks. They depend only on the sequence:
+
+- the last positions before the end of the prompt, and before its last tokens: chat templates end a
+  prompt with a few tokens that the next turn of a conversation may not have;
+- in a long prompt, every `interval` tokens;
+- in the answer, every 64 tokens. Only the last of these is worth its memory, so each one makes the
+  one before it the first to be evicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+from tandem.engine.cache.layout.kv_groups import KvLayout, checkpoint_interval
+
+_INNER_CHUNK = 64  # tokens that kernels compute together by matrix products (docs/kernels.md)
+# Largest number of tokens with which most chat templates end a prompt, such as
+# "<|im_start|>assistant\n<think>\n".
+_LAST_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """The rule for the sequences of one engine. Both are multiples of the block size."""
+
+    spacing: int  # all positions are multiples of this number of tokens
+    interval: int  # distance of positions in long prompts
+
+    @classmethod
+    def of(cls, layout: KvLayout) -> Checkpoints | None:
+        """Returns the rule for an engine's pools; None without state groups."""
+        if not layout.state_groups:
+            return None
+        blocks = KvLayout(tuple(group for group in layout.groups if not group.has_states))
+        spacing = lcm(_INNER_CHUNK, layout.block_size)
+        interval = max(
+            checkpoint_interval(layout.groups[number], blocks) for number in layout.state_groups
+        )
+        return cls(spacing, -(-interval // spacing) * spacing)
+
+    def next_after(self, num_computed: int, num_prompt: int) -> int:
+        """Returns the first position after `num_computed` tokens, for a sequence with a prompt of
+        `num_prompt` tokens. It may be after the end of the sequence."""
+        if num_computed >= num_prompt - 1:
+            return self._before(num_computed) + self.spacing
+        return min(
+            position
+            for position in (
+                (num_computed // self.interval + 1) * self.interval,
+                self._before(num_prompt - 1 - _LAST_TOKENS),
+                self._before(num_prompt - 1),
+                self._before(num_prompt - 1) + self.spacing,
+            )
+            if position > num_computed
+        )
+
+    def includes(self, position: int, num_prompt: int) -> bool:
+        return position > 0 and self.next_after(position - 1, num_prompt) == position
+
+    def _before(self, num_tokens: int) -> int:
+        return max(0, num_tokens) // self.spacing * self.spacing

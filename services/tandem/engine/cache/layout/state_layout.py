@@ -1,0 +1,86 @@
+"""The order of bytes in the pool of a state group: the layers with linear attention.
+
+A pool is an array [slots][value heads][layers] of parts. A slot has the states of one sequence. A
+part is the state of one layer and one head, in float32:
+
+    matrix [key dim][value dim] | conv [kernel - 1][channels / value heads] | padding
+
+`conv` has the last inputs of the convolution, the oldest first. The value heads of a key head have
+equal shares of its channels: a share of q, a share of k, and then the head's own v. A part is
+padded to a multiple of 64 bytes.
+
+A slot is to a state group what a block is to other groups. So the bytes of a slot are contiguous,
+and a tensor-parallel rank has neighbouring heads of it. A slot of a large model has many times the
+bytes of a block. So it is transferred in pieces (`num_pieces`), each of which has a block id of its
+own (kv_groups.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.models.config.linear_attention import GatedDelta
+
+_ITEM_BYTES = 4
+_ALIGNMENT_BYTES = 64
+PIECE_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout(BlockLayout):
+    """The shape of a state group's pool. `num_kv_heads` is the number of value heads, `head_dim`
+    the value dim, and `num_blocks` the number of slots. A frozen state belongs to the block of
+    `block_size` tokens that it follows."""
+
+    linear: GatedDelta = field(kw_only=True)
+
+    @classmethod
+    def of(
+        cls, linear: GatedDelta, *, num_slots: int, num_layers: int, block_size: int
+    ) -> StateLayout:
+        return cls(
+            num_blocks=num_slots,
+            num_kv_heads=linear.num_value_heads,
+            num_layers=num_layers,
+            block_size=block_size,
+            head_dim=linear.value_dim,
+            dtype="float32",
+            linear=linear,
+        )
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Shape of the matrix of one head."""
+        return self.linear.key_dim, self.linear.value_dim
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """Shape of a head's part of the convolution's inputs."""
+        return self.linear.kernel - 1, self.linear.num_channels // self.linear.num_value_heads
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one head in a slot."""
+        (keys, values), (taps, channels) = self.matrix_shape, self.conv_shape
+        num_bytes = _ITEM_BYTES * (keys * values + taps * channels)
+        return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of equal size into which a slot is divided for transfers. A piece has
+        whole parts, and at most PIECE_BYTES_MAX bytes if a part has no more."""
+        num_parts = self.num_kv_heads * self.num_layers
+        return next(
+            num
+            for num in range(1, num_parts + 1)
+            if num_parts % num == 0
+            and (self.block_bytes // num <= PIECE_BYTES_MAX or num == num_parts)
+        )
+
+    def describe(self) -> str:
+        (keys, values), (taps, channels) = self.matrix_shape, self.conv_shape
+        return (
+            f"states heads={self.num_kv_heads} layers={self.num_layers} matrix={keys}x{values} "
+            f"conv={taps}x{channels} dtype={self.dtype}"
+        )

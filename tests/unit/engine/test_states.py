@@ -1,0 +1,209 @@
+"""Sequences of a model with states: reuse of frozen states, preemption and forks give the tokens of
+transformers. The states of the tiny model last for thousands of tokens (`A_log`)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.common.kv_budget import KvBudget
+from tandem.common.sampling_params import SamplingParams
+from tandem.engine.cache.checkpoints import Checkpoints
+from tandem.engine.engine import Engine
+from tandem.engine.executor.runner import ModelRunner
+from tandem.errors import BadRequest, ConfigError
+from tandem.models.folder import ModelFolder
+from tests.engine_driver import drive_all, make_spec
+from tests.grouped_toy import STATE, continuation, make_grouped_engine
+from tests.model_engines import make_model_engine, make_runner
+from tests.tiny_models import make_tiny_model
+
+NUM_TOKENS = 20
+_WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=5)
+_PROMPT = torch.randint(0, 203, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+class Oracle:
+    """The greedy tokens of transformers' model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.tokens = cache(self._tokens)
+
+    def _tokens(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+        with torch.no_grad():
+            made = self._model.generate(
+                torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False
+            )
+        tokens: list[int] = made[0, len(prompt) :].tolist()
+        return tokens
+
+    def check(self, engine: Engine, *prompts: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        """Runs the prompts at the same time, and compares their tokens with transformers'. Returns
+        the number of reused tokens of each."""
+        specs = [
+            make_spec(f"{i}", prompt, max_tokens=num_tokens) for i, prompt in enumerate(prompts)
+        ]
+        outcome = drive_all(engine, *specs)
+        for spec in specs:
+            expected = self.tokens(tuple(spec.token_ids), num_tokens)
+            assert outcome.token_ids[spec.sequence_id] == expected
+        return [outcome.ends[spec.sequence_id].num_cached_tokens for spec in specs]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFolder, Oracle]:
+    folder, model = make_tiny_model("qwen3-next", tmp_path_factory.mktemp("model"))
+    return folder, Oracle(model)
+
+
+def make(folder: ModelFolder, **settings: Any) -> tuple[Engine, ModelRunner]:
+    settings = {"num_blocks": 100, "max_num_seqs": 4, "max_tokens_per_step": 100} | settings
+    return make_model_engine(folder, dtype="float32", block_size=16, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "tokens_per_step"),
+    [("native", 1), ("native", 7), ("native", 64), ("native", 100), ("torch", 100)],
+)
+def test_a_prompt_resumes_at_each_frozen_state(
+    tiny: tuple[ModelFolder, Oracle], kernels: str, tokens_per_step: int
+) -> None:
+    folder, oracle = tiny
+    engine, runner = make(folder, kernels=kernels, max_tokens_per_step=tokens_per_step)
+    assert runner.kernels_name.split()[0] == kernels
+    assert oracle.check(engine, _PROMPT[:200]) == [0]
+    # The prompt's last positions are 192 and, more than 8 tokens before its end, 128.
+    assert oracle.check(engine, _PROMPT[:200]) == [192]
+    assert oracle.check(engine, [*_PROMPT[:192], 5, 6]) == [192]
+    assert oracle.check(engine, [*_PROMPT[:191], 5, 6]) == [128]
+    assert oracle.check(engine, _PROMPT[:100]) == [0]
+    assert oracle.check(engine, _PROMPT[:250]) == [192]
+    assert oracle.check(engine, _PROMPT[:260]) == [192]
+
+
+def test_a_second_turn_computes_its_new_tokens_and_at_most_64_more(
+    tiny: tuple[ModelFolder, Oracle],
+) -> None:
+    folder, oracle = tiny
+    engine, _ = make(folder)
+    oracle.check(engine, _PROMPT, num_tokens=150)
+    answer = oracle.tokens(tuple(_PROMPT), 150)
+    second = [*_PROMPT, *answer, *_PROMPT[:30]]
+    (num_cached,) = oracle.check(engine, second)
+    assert num_cached == 448  # the last multiple of 64 before the 449 tokens that have KV
+
+
+@pytest.mark.parametrize("destroy", [True, False])
+def test_a_restored_state_that_is_zeroed_changes_the_tokens(
+    tiny: tuple[ModelFolder, Oracle], destroy: bool
+) -> None:
+    folder, oracle = tiny
+    engine, runner = make(folder)
+    oracle.check(engine, _PROMPT)
+    if destroy:
+        runner.pools[1].memory.zero_()
+        with pytest.raises(AssertionError):
+            oracle.check(engine, _PROMPT)
+    else:
+        assert oracle.check(engine, _PROMPT) == [256]
+
+
+def test_preempted_sequences_restart_from_a_frozen_state(
+    tiny: tuple[ModelFolder, Oracle],
+) -> None:
+    folder, oracle = tiny
+    engine, _ = make(folder, num_blocks=26)
+    prompts = [_PROMPT[:100], _PROMPT[100:210], _PROMPT[50:160]]
+    specs = [make_spec(f"{i}", prompt, max_tokens=60) for i, prompt in enumerate(prompts)]
+    outcome = drive_all(engine, *specs)
+    for spec in specs:
+        expected = oracle.tokens(tuple(spec.token_ids), 60)
+        assert outcome.token_ids[spec.sequence_id] == expected
+    assert sum(end.num_preemptions for end in outcome.ends.values()) > 0
+
+
+def test_four_answers_to_one_prompt_share_its_frozen_state(
+    tiny: tuple[ModelFolder, Oracle],
+) -> None:
+    folder, oracle = tiny
+    engine, _ = make(folder)
+    assert oracle.check(engine, *[_PROMPT[:200]] * 4) == [0, 192, 192, 192]
+
+
+def test_slots_are_within_the_memory(tiny: tuple[ModelFolder, Oracle]) -> None:
+    """At most half of the KV memory is for states, and all sequences run if it is tight."""
+    folder, oracle = tiny
+    slot_bytes = make_runner(folder).layout().groups[1].layout.block_bytes
+    kv_bytes = 16 * slot_bytes
+    engine, runner = make(folder, num_blocks=None, kv_bytes_max=kv_bytes, max_num_seqs=64)
+    assert engine.layout.sizes[1] == 8
+    assert runner.kv.numel() <= kv_bytes
+    oracle.check(engine, *[_PROMPT[i : i + 40] for i in range(12)])
+
+
+def test_settings_without_support_are_refused_before_weights_are_read(
+    tiny: tuple[ModelFolder, Oracle],
+) -> None:
+    folder, _ = tiny
+    for settings, message in (
+        ({"kv_host_bytes": 1 << 20}, "KV tiers"),
+        ({"tensor_parallel": 2}, "tensor-parallel is 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_runner(folder, **settings)
+    engine, _ = make(folder)
+    with pytest.raises(BadRequest, match="state"):
+        engine.add(make_spec("a", _PROMPT, kv_budget=KvBudget(64, 4)))
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_with_invariant_numerics_bits_do_not_depend_on_the_cuts(
+    tiny: tuple[ModelFolder, Oracle], kernels: str
+) -> None:
+    """Neither on the chunks of a prompt nor on a restored state."""
+    folder, _ = tiny
+    found = []
+    for tokens_per_step in (100, 7):
+        engine, _ = make(
+            folder, kernels=kernels, numerics="invariant", max_tokens_per_step=tokens_per_step
+        )
+        for name in ("cold", "warm"):
+            spec = make_spec(name, _PROMPT[:200], max_tokens=4, sampling=_WITH_LOGPROBS)
+            outcome = drive_all(engine, spec)
+            found.append([one for r in outcome.reports for n in r.new_tokens for one in n.logprobs])
+        assert outcome.ends["warm"].num_cached_tokens == 192
+    assert len(found[0]) == 4
+    assert all(each == found[0] for each in found)
+
+
+def test_positions_follow_from_the_prompt() -> None:
+    rule = Checkpoints(spacing=64, interval=1024)
+
+    def positions(num_prompt: int, num_tokens: int) -> list[int]:
+        return [p for p in range(num_tokens + 1) if rule.includes(p, num_prompt)]
+
+    assert positions(63, 63) == []
+    assert positions(64, 64) == [64]  # a longer prompt may resume here
+    assert positions(65, 65) == [64]
+    assert positions(220, 400) == [192, 256, 320, 384]
+    assert positions(200, 200) == [128, 192]  # token 192 may be of the generation prompt
+    assert positions(2500, 2500) == [1024, 2048, 2432, 2496]
+
+
+def test_the_least_useful_states_are_evicted_first() -> None:
+    """The frozen states of an answer replace each other; those of prompts stay."""
+    windows = (None, STATE)
+    engine, _ = make_grouped_engine(windows, num_blocks=60, max_num_seqs=1)
+    num_slots = engine.layout.sizes[1]
+    prompts = [[i, *range(10)] for i in range(num_slots - 3)]
+    for prompt in prompts:
+        drive_all(engine, make_spec("a", prompt, max_tokens=1))
+    long = drive_all(engine, make_spec("a", [90, 91], max_tokens=60))
+    assert long.token_ids["a"] == continuation([90, 91], 60, windows)
+    for prompt in prompts[3:]:
+        again = drive_all(engine, make_spec("a", prompt, max_tokens=1))
+        assert again.ends["a"].num_cached_tokens == 8
