@@ -121,13 +121,13 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
     Raises ConfigError naming a file that is missing or cannot be read, and UnsupportedModel naming
     the field or tensor that is not supported and the allowed values.
     """
-    if model.has_states:
-        raise UnsupportedModel("LoRA adapters are not supported for models with linear attention")
     if model.implementation == "transformers":
         raise ConfigError(
             f"{model.architecture} is computed through transformers, which does not support LoRA "
             "adapters here"
         )
+    if model.has_states:
+        raise UnsupportedModel("LoRA adapters are not supported for models with linear attention")
     folder = Path(path).expanduser()
     file = folder / CONFIG_FILE
     if not file.is_file():

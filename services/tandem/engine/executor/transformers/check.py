@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import layer_groups, model_layout
 from tandem.engine.executor.torch.steps import DecoderSteps
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -169,6 +170,7 @@ def _make_pools(
             group.layout,
         )
         for group in layout.groups
+        if isinstance(group.layout, BlockLayout)  # The config has no layers with states.
     ]
 
 

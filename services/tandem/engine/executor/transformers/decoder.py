@@ -22,7 +22,7 @@ from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.dispatch import Attention, Kernels
 from tandem_kernels.kv_cache import KvPool
-from tandem_kernels.state_pool import Pool
+from tandem_kernels.state_pool import Pool, without_states
 
 ATTENTION = "tandem_paged"  # name of the attention function in the library
 
@@ -91,8 +91,7 @@ class TransformersDecoder:
     ) -> torch.Tensor:
         """Computes a step as `Decoder.forward` does. `lora` must have no adapters."""
         assert not inputs.adapted
-        kv_pools = [pool for pool in pools if isinstance(pool, KvPool)]
-        step = _Step(self._layers, inputs, kv_pools, self._kernels, on_kv_written)
+        step = _Step(self._layers, inputs, without_states(pools), self._kernels, on_kv_written)
         before = _step.set(step)
         try:
             out = self._model(
