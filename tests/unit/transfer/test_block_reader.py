@@ -66,6 +66,15 @@ class Bench:
                 self.agents[-1].land(read, 0)
 
 
+def test_all_heads_are_all_bytes_of_each_group() -> None:
+    """Blocks of the second group have a size that is no multiple of 3 heads."""
+    pool = RemotePool(0, 6, 0, 0, "DRAM", pools=((4, 96), (2, 100)))
+    whole = [(part.offset, part.stride, part.num_bytes) for part in pool.blocks().pools]
+    assert whole == [(0, 96, 96), (4 * 96, 100, 100)]
+    assert pool.blocks(range(3), 3) == pool.blocks()
+    assert pool.blocks(range(1, 2), 3).pools[0][:1] == (32,)
+
+
 @pytest.fixture
 def bench() -> Bench:
     return Bench()

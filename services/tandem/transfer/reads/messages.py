@@ -38,9 +38,9 @@ class RemotePool(msgspec.Struct, frozen=True):
         parts = []
         start = 0
         for num_blocks, size in self.spans.pools:
-            head_bytes = size // num_heads
-            offset = start + heads.start * head_bytes
-            parts.append(BlockParts(offset, num_blocks, size, len(heads) * head_bytes))
+            # All heads are all bytes, also of a group whose blocks have another number of heads.
+            first, end = (size * head // num_heads for head in (heads.start, heads.stop))
+            parts.append(BlockParts(start + first, num_blocks, size, end - first))
             start += num_blocks * size
         return BlockList(self.address, self.device_id, self.memory, tuple(parts))
 
