@@ -6,7 +6,7 @@ The engine's side of NIXL is scripted: `connect_peer` answers with the reads tha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.net.store.registry import KvCompatibility, WorkerRecord
 from tandem.transfer.nixl.reach import host_identity
-from tandem.transfer.reads.messages import RemotePool
+from tandem.transfer.reads.messages import PeerRank, RemotePool
 from tandem.worker.peers import pairing as pairing_module
 from tandem.worker.peers import peers as peers_module
 from tandem.worker.peers.pairing import FAILURES_MAX, Pairing
@@ -82,7 +82,7 @@ class Link:
     disconnected: list[str] = field(default_factory=list)
 
     async def connect_peer(
-        self, peer_id: str, metadata: bytes, pool: RemotePool, transport: str
+        self, peer_id: str, ranks: Sequence[PeerRank], transport: str
     ) -> list[tuple[int, float]]:
         self.num_connected += 1
         reads = self.reads_over.get(transport, self.reads)

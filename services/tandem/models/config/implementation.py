@@ -96,4 +96,4 @@ def _is_own(config: Mapping[str, Any]) -> bool:
     named = config.get("architectures")
     if not isinstance(named, list) or not named or "text_config" in config:
         return True
-    return named[0] in FAMILIES
+    return not isinstance(named[0], str) or named[0] in FAMILIES

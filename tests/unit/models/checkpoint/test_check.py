@@ -323,7 +323,7 @@ def test_tensors_of_gguf_files_are_named_as_the_file_names_them(
         ({"blk.0.ffn_norm.weight": np.ones(64, np.int32)}, "ffn_norm.weight is of type I32"),
         (
             {"blk.0.post_attention_norm.weight": np.ones(64, np.float32)},
-            r"ffn_norm\.weight and blk\.0\.post_attention_norm\.weight are two names of the same",
+            r"ffn_norm\.weight and blk\.0\.post_attention_norm\.weight, which are two names of",
         ),
     ],
 )
