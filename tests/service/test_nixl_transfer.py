@@ -292,7 +292,7 @@ def test_past_the_budget_pulls_are_refused_until_the_consumer_is_made_anew(
     consumer.submit("given up", stopped, blocks, blocks, deadline_s=0.1)
     assert not consumer.result("given up").done
     consumer.submit("refused", other, [1, 2], [110, 111])
-    assert consumer.result("refused").error.startswith("new pulls are refused until")
+    assert consumer.result("refused").error.startswith("new pulls are refused for a short")
     consumer.submit("into fenced", other, [1], [0])
     assert not consumer.result("into fenced").done
     assert consumer.result("under way").done  # the one that shares the consumer is not disturbed

@@ -122,6 +122,11 @@ def why_not_kv_dtype(model: ModelConfig, dtype: str) -> str:
     """Returns the reason why the model's KV cannot have this dtype; "" if it can."""
     if is_quantized(dtype) and (why := why_only_torch(model)):
         return f"the KV dtype {dtype} is not supported for this model: {why}"
+    if dtype == "int4" and model.has_states:
+        return (
+            "the KV dtype int4 is not supported for a model with linear attention, because its "
+            "calibration needs keys in all layers"
+        )
     if model.latent is None or not is_quantized(dtype):
         return ""
     if dtype != "int8":

@@ -70,7 +70,8 @@ class EngineTransport:
                 result = await self._engine.pull(self._peer_id, pull, self.name)
         except TimeoutError:
             raise LeaseLost(
-                f"a read from {self._peer_id} did not end in time because the engine hangs"
+                f"a read from {self._peer_id} did not end in time, because this worker's engine "
+                "hangs"
             ) from None
         if not result.done:
             raise LeaseLost(f"a read from {self._peer_id} failed: {result.error}")

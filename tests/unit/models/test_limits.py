@@ -10,7 +10,8 @@ import pytest
 from tandem.common.config.engine import EngineConfig
 from tandem.errors import ConfigError
 from tandem.models.config.experts import Experts
-from tandem.models.limits import check_settings, why_not_tensor_parallel
+from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.limits import check_settings, why_not_kv_dtype, why_not_tensor_parallel
 from tandem.models.source import resolve
 
 
@@ -55,6 +56,16 @@ def test_what_transformers_does_not_support_is_named(
     with pytest.raises(ConfigError, match=f"LlamaForCausalLM is computed .*: {message}"):
         check_settings(EngineConfig(model="", **settings), model)
     check_settings(EngineConfig(model="", kv_dtype="int8", kernels="torch"), model)
+
+
+def test_int4_kv_is_refused_with_states() -> None:
+    model = resolve("smollm2").config
+    linear = GatedDelta(
+        num_key_heads=2, num_value_heads=2, key_dim=16, value_dim=16, kernel=4, is_joined=False
+    )
+    with_states = replace(model, layers=(replace(model.layers[0], linear=linear), model.layers[1]))
+    assert "int4 is not supported for a model with linear" in why_not_kv_dtype(with_states, "int4")
+    assert not why_not_kv_dtype(with_states, "int8")
 
 
 def test_experts_are_divided_only_if_there_are_enough() -> None:

@@ -25,9 +25,9 @@ from tandem.common.worker_load import GroupLoad
 from tandem.engine.cache.block_copy import BlockCopy, BlockPart
 from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables, UnfilledBlock
 from tandem.engine.cache.heavy_hitters import HeavyHitters
-from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.pool.block_pool import BlockPool
-from tandem.engine.cache.pool.window_pool import WindowPool
+from tandem.engine.cache.pool.window_pool import FrozenStatePool, WindowPool
 from tandem.engine.cache.resumable_depths import ResumableChains, ResumableDepths
 from tandem.engine.types import BlockChanges, StoredBlock
 
@@ -37,15 +37,19 @@ from tandem.engine.types import BlockChanges, StoredBlock
 _LISTED_PER_BLOCK_MAX = 16
 
 
+def _pool_class(group: KvGroup) -> type[BlockPool]:
+    if group.has_states:
+        return FrozenStatePool
+    return BlockPool if group.window is None else WindowPool
+
+
 class KvCache:
     def __init__(self, layout: KvLayout, *, report_tokens: bool = False) -> None:
         """With `report_tokens`, the events of stored blocks include their token ids."""
         self.layout = layout
         self._block_size = layout.block_size
         self.pools: list[BlockPool] = [
-            (BlockPool if group.window is None else WindowPool)(
-                group.layout.num_blocks, report_tokens=report_tokens
-            )
+            _pool_class(group)(group.layout.num_blocks, report_tokens=report_tokens)
             for group in layout.groups
         ]
         self._depths = ResumableDepths(layout) if layout.has_windows else None

@@ -59,8 +59,8 @@ def with_gemma4_layers(
             sources = [i for i in range(max(0, first_shared)) if kinds[i] == is_full]
             if not sources:
                 raise UnsupportedModel(
-                    f"num_kv_shared_layers is {num_shared}; an earlier layer of each kind must "
-                    "have its own keys and values"
+                    f"num_kv_shared_layers is {num_shared}, which is too large: the layers before "
+                    "the shared ones must include one with a window and one without"
                 )
             source = sources[-1]
         made.append(

@@ -172,8 +172,8 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
         existing = sorted(int(number) for number in first if number.isdecimal())
         where = f"from {existing[0]} to {existing[-1]}" if existing else "none"
         raise UnsupportedModel(
-            f"layers_to_transform {layers!r:.80} names no layer with a module that target_modules "
-            f"names; layers with such a module: {where}"
+            f"layers_to_transform is {layers!r:.80}, but none of these layers has a module of "
+            f"target_modules; the layers that have one: {where}"
         )
     return chosen
 

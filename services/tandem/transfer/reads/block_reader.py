@@ -332,9 +332,8 @@ class BlockReader:
         _check_range(pull.local_block_ids, self._spans.num_blocks)
         if self._fence.refuses(self._clock()):
             raise QueueFull(
-                "new pulls are refused until all running pulls have ended: reads of abandoned "
-                "pulls still block too many KV blocks or run for too long, and can be ended only "
-                "while no pull runs"
+                "new pulls are refused for a short time, because pulls that failed may still write "
+                "too many KV blocks; their reads are ended once no pull is running"
             )
         for active in self._pulls.values():
             if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):

@@ -300,8 +300,7 @@ class PromptPrefill:
             )
         except TandemError as error:
             log.warning(
-                "prefill worker %s is not used for a prompt, because this worker cannot connect to "
-                "it: %s",
+                "no connection to prefill worker %s, so the prompt is computed elsewhere: %s",
                 candidate.worker_id,
                 error,
             )

@@ -53,7 +53,7 @@ def test_layers_of_gemma_4() -> None:
     [
         ({"sliding_window": None, "layer_types": None}, "sliding_window is None"),
         ({"layer_types": TYPES[::-1]}, "layer_types must end with full_attention"),
-        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4; an earlier layer of each kind"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4, which is too large"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "different heads to layers of one kind"),
         ({"per_layer_config": {"0": {"window": 8}}}, "it must give head_dim and num_key_value"),
         ({"enable_moe_block": True}, "enable_moe_block is True, which is not supported"),

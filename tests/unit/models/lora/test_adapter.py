@@ -156,7 +156,7 @@ def test_ranks_and_scales_have_patterns() -> None:
         ),
         (
             {"layers_to_transform": [3, 4]},
-            r"layers_to_transform \[3, 4\] names no layer .* with such a module: from 0 to 2",
+            r"layers_to_transform is \[3, 4\], but none of these .* that have one: from 0 to 2",
         ),
         (
             {"layers_to_transform": [0], "layers_pattern": "(layers|h)"},
@@ -164,7 +164,7 @@ def test_ranks_and_scales_have_patterns() -> None:
         ),
         (
             {"layers_to_transform": [0], "target_modules": ".*lm_head"},
-            r"layers_to_transform \[0\] names no layer .*; layers with such a module: none",
+            r"layers_to_transform is \[0\], but none of these .* that have one: none",
         ),
         ({"exclude_modules": [*ALL]}, "exclude_modules .* excludes every module"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform is"),

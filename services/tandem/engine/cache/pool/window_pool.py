@@ -119,3 +119,17 @@ class WindowPool(BlockPool):
         for block_id in block_ids:
             self._clock += 1
             self._drop_reference(block_id, offset + self._clock)
+
+
+class FrozenStatePool(WindowPool):
+    """The pool of a state group. Tiers copy no states, so a state stays UNWANTED when it is reused,
+    and states are evicted in the order of their last use."""
+
+    def want_copies(self, block_hashes: Iterable[bytes]) -> None:
+        pass
+
+    def _reference(self, block_id: int) -> None:
+        super()._reference(block_id)
+        if block_id in self._unwritten:
+            del self._unwritten[block_id]
+            self._blocks[block_id].copy = Copy.UNWANTED
