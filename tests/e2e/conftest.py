@@ -33,9 +33,11 @@ def running_cluster(
 ) -> Iterator[LocalCluster]:
     """A cluster in invariant numerics; `options` are the workers', later ones win.
 
-    Prompts are prefilled by prefill workers, whatever this machine makes of predicted times.
+    Prompts are prefilled by prefill workers, whatever this machine makes of predicted times. The
+    limit of the time to the first token is one that a busy machine keeps for 16 requests at once.
     """
     cluster = LocalCluster(redis, folder, model)
+    cluster.router_options = [*cluster.router_options, "--ttft-limit", "600"]
     cluster.options = [*cluster.options, "--prefill-at", "remote", *options]
     try:
         yield cluster.start(prefill=prefill, decode=decode)

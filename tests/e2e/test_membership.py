@@ -75,7 +75,7 @@ async def test_auto_falls_back_for_the_pair_that_has_no_nixl(
         )
         log = cluster.workers["decode-0"].log.read_text()
         assert "are pulled over grpc: NIXL does not work: the producer does not offer NIXL" in log
-        assert "blocks of prefill-0" in log
+        assert "blocks of peer prefill-0" in log
         cluster.workers.pop("prefill-0").stop()
         answers = await complete_all(cluster, prompts, max_tokens=16)
         assert [a.token_ids for a in answers] == [tokens[:16] for tokens in expected]

@@ -29,6 +29,9 @@ async def test_rates_appear_in_records_state_and_metrics_and_place_prompts(
         for _ in range(2):
             answers = await complete_all(cluster, prompts, max_tokens=16)
             assert [a.token_ids for a in answers] == [tokens[:16] for tokens in expected]
+        # Each worker may compute some of these, and rates count as measured after eight steps.
+        for n in range(16):
+            await complete_all(cluster, [[300 + n, *prompts[0]]], max_tokens=1)
         assert metric(cluster, "decode-0", "tandem_prefill_choices_total", turn="first") > 0
         state = cluster.workers["decode-0"].state()
         assert state.transports["prefill-0"] == "nixl"

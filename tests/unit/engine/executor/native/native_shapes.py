@@ -116,7 +116,7 @@ STEPS = ((1,), (1, 5, 64), (1, 1, 1, 1, 1, 1, 1), (130, 1, 3), (1, 2, 1, 40))
 
 def config_of(shape: Shape) -> ModelConfig:
     experts = Experts(shape.experts, 2, shape.inner, shape.is_odd) if shape.experts else None
-    first = LayerSpec(Rope(10000.0), shape.window, experts)
+    first = LayerSpec(Rope(10000.0), shape.window, experts=experts)
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=shape.vocab,
