@@ -66,7 +66,7 @@ def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     assert engine.load() == WorkerLoad(
         num_running_slots=64,
         chunk_tokens=512,
-        queued_s=0.0,
+        queued_s=None,
         blocks_total=16,
         blocks_cached=2,
     )
