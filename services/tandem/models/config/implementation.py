@@ -94,6 +94,7 @@ def _is_own(config: Mapping[str, Any]) -> bool:
     """Returns whether Tandem's own decoders have the architecture or name the reason why they do
     not: a multimodal checkpoint or a missing `architectures`."""
     named = config.get("architectures")
-    if not isinstance(named, list) or not named or "text_config" in config:
+    is_multimodal = "text_config" in config or "vision_config" in config
+    if not isinstance(named, list) or not named or is_multimodal:
         return True
     return not isinstance(named[0], str) or named[0] in FAMILIES
