@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,11 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor import kernel_choice
 from tandem.errors import ConfigError
+from tandem.models.source import resolve
 from tandem_kernels.native import library
 from tests.harness.wheel import ROOT
 
-MODEL: Any = None  # these refusals look at no model
+MODEL = resolve("smollm2").config
 
 
 @pytest.fixture(scope="module")
