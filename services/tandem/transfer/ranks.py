@@ -128,12 +128,13 @@ def serve(pipe: _Pipe, make_thread: MakeThread) -> None:
         thread = make_thread(send)
         thread.start()
         while True:
-            method, arguments = pipe.recv()
+            try:
+                method, arguments = pipe.recv()
+            except (EOFError, OSError):  # rank 0 has ended
+                return
             getattr(thread, method)(*arguments)
             if method == "stop":
                 return
-    except (EOFError, OSError):  # rank 0 has ended
-        return
     except Exception as error:
         log.exception("the transfer thread of a rank is broken")
         send(messages.Broken(f"the transfer thread of a rank is broken: {error!r}"))

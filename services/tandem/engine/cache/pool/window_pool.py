@@ -126,7 +126,7 @@ class FrozenStatePool(WindowPool):
     and states are evicted in the order of their last use."""
 
     def want_copies(self, block_hashes: Iterable[bytes]) -> None:
-        pass
+        """Does nothing, because tiers copy no states."""
 
     def _reference(self, block_id: int) -> None:
         super()._reference(block_id)
