@@ -18,6 +18,7 @@ own (kv_groups.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.models.config.linear_attention import GatedDelta
@@ -70,13 +71,7 @@ class StateLayout(BlockLayout):
     def num_pieces(self) -> int:
         """Number of pieces of equal size into which a slot is divided for transfers. A piece has
         whole parts, and at most PIECE_BYTES_MAX bytes if a part has no more."""
-        num_parts = self.num_kv_heads * self.num_layers
-        return next(
-            num
-            for num in range(1, num_parts + 1)
-            if num_parts % num == 0
-            and (self.block_bytes // num <= PIECE_BYTES_MAX or num == num_parts)
-        )
+        return _num_pieces(self.num_kv_heads * self.num_layers, self.block_bytes, PIECE_BYTES_MAX)
 
     def describe(self) -> str:
         (keys, values), (taps, channels) = self.matrix_shape, self.conv_shape
@@ -84,3 +79,12 @@ class StateLayout(BlockLayout):
             f"states heads={self.num_kv_heads} layers={self.num_layers} matrix={keys}x{values} "
             f"conv={taps}x{channels} dtype={self.dtype}"
         )
+
+
+@lru_cache  # every use of a block id asks for it
+def _num_pieces(num_parts: int, slot_bytes: int, bytes_max: int) -> int:
+    return next(
+        num
+        for num in range(1, num_parts + 1)
+        if num_parts % num == 0 and (slot_bytes // num <= bytes_max or num == num_parts)
+    )
