@@ -160,14 +160,16 @@ async def test_tokens_do_not_depend_on_the_degree(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [(), OWN_POOLS])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
 async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
     prefill: int,
     decode: int,
     tier: str,
+    options: tuple[str, ...],
     model: str,
-    expected: list[list[int]],
+    request: pytest.FixtureRequest,
     redis_server: EmbeddedRedis,
     tmp_path: Path,
 ) -> None:
@@ -175,7 +177,10 @@ async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
         "host": ("--kv-host-memory", str(64 << 20)),
         "disk": ("--kv-disk-path", str(tmp_path / "kv")),
     }
-    options = (*sizes[tier], "--kv-tier-policy", "lru", "--num-blocks", str(SMALL_POOL))
+    num_tokens = PREEMPTED if options else NUM_TOKENS
+    alone = request.getfixturevalue("torch_expected" if options else "expected")
+    expected = [tokens[:num_tokens] for tokens in alone]
+    options += (*sizes[tier], "--kv-tier-policy", "lru", "--num-blocks", str(SMALL_POOL))
     options += ("--verify-blocks", "all", "--local-prefill-max-tokens", "0")
     degrees = {"prefill-0": prefill, "decode-0": decode}
     with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
@@ -184,15 +189,15 @@ async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
             return metric(cluster, worker_id, "tandem_kv_tier_blocks_loaded_total", tier=tier)
 
         async with open_client(cluster) as client:
-            assert await answers(client) == expected
+            assert await answers(client, num_tokens=num_tokens) == expected
             await fill_pools(client, seed=1)
-            assert await answers(client) == expected
+            assert await answers(client, num_tokens=num_tokens) == expected
             assert loaded("decode-0") > 0  # the consumer's tier
             await fill_pools(client, seed=2)
             # The consumer has neither blocks nor copies now.
             assert (await reset(cluster, "decode-0")).keys() == {"decode-0"}
             before, pulled = loaded("prefill-0"), blocks_pulled(cluster)
-            assert await answers(client) == expected
+            assert await answers(client, num_tokens=num_tokens) == expected
             assert loaded("prefill-0") > before  # the producer's tier
             assert blocks_pulled(cluster) > pulled
         await asyncio.to_thread(cluster.wait_idle)
@@ -206,7 +211,7 @@ async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
                 cluster.start_worker(worker_id, role, "--tensor-parallel", str(3 - degree))
             await asyncio.to_thread(cluster.wait_ready)
             async with open_client(cluster) as client:
-                assert await answers(client) == expected
+                assert await answers(client, num_tokens=num_tokens) == expected
             assert loaded("decode-0") > 0
             await asyncio.to_thread(cluster.wait_idle)
 
