@@ -27,6 +27,7 @@ BEGUN = 4  # tokens of each stream when a rank ends
 PREEMPTED = 60  # tokens of each stream for which a pool of 60 blocks has no room
 SMALL_POOL = 100  # blocks: enough for the prompts, but not for all their answers at once
 OWN_POOLS = ("--kernels", "torch", "--ranks-own-pools")
+HOST_TIER = ("--kv-host-memory", str(64 << 20))
 RANK_MODULE = "tandem.engine.executor.rank_program"
 
 
@@ -177,7 +178,7 @@ async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
     tmp_path: Path,
 ) -> None:
     sizes = {
-        "host": ("--kv-host-memory", str(64 << 20)),
+        "host": HOST_TIER,
         "disk": ("--kv-disk-path", str(tmp_path / "kv")),
     }
     num_tokens = PREEMPTED if options else NUM_TOKENS
@@ -345,8 +346,8 @@ async def test_ranks_of_torch_kernels_exchange_blocks_with_one_rank(
     [
         ("killed", ()),
         ("stopped", ()),
-        pytest.param("killed", OWN_POOLS, marks=pytest.mark.slow),
-        pytest.param("stopped", OWN_POOLS, marks=pytest.mark.slow),
+        pytest.param("killed", (*OWN_POOLS, *HOST_TIER), marks=pytest.mark.slow),
+        pytest.param("stopped", (*OWN_POOLS, *HOST_TIER), marks=pytest.mark.slow),
     ],
 )
 async def test_a_rank_that_ends_ends_its_worker_and_no_stream(

@@ -253,7 +253,16 @@ def test_adapters_are_on_all_ranks(family: str, settings: dict[str, Any], tmp_pa
     assert not torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("settings", [{}, {**INVARIANT, "ranks_own_pools": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {**INVARIANT, "ranks_own_pools": True},
+        pytest.param(
+            {"device": "cuda", "kernels": "triton", "ranks_share_gpu": True}, marks=pytest.mark.gpu
+        ),
+    ],
+)
 def test_copies_on_disk_do_not_depend_on_the_number_of_ranks(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -262,6 +271,8 @@ def test_copies_on_disk_do_not_depend_on_the_number_of_ranks(
     prompt = [(13 * i) % 200 for i in range(70)]
     found = []
     for num_ranks in (2, 1):
+        if num_ranks == 1:
+            settings = {name: v for name, v in settings.items() if name != "ranks_share_gpu"}
         engine, runner = make_model_engine(
             folder,
             tensor_parallel=num_ranks,
