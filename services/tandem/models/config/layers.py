@@ -207,9 +207,8 @@ def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool], local: 
     kinds = one_per_layer(kinds, "layer_types", len(slide))
     if [_is_local(kind, local) for kind in kinds] != list(slide):
         raise UnsupportedModel(
-            f"layer_types is {kinds!r:.80}; it contradicts the rest of the config: the "
-            "architecture, sliding_window and use_sliding_window together give "
-            f"{sum(slide)} of {len(slide)} layers a sliding window"
+            f"layer_types is {kinds!r:.80}, but the architecture, sliding_window and "
+            f"use_sliding_window give {sum(slide)} of {len(slide)} layers a sliding window"
         )
 
 

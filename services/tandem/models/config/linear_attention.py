@@ -67,8 +67,8 @@ def read_gated_delta(config: Mapping[str, Any], *, is_joined: bool) -> GatedDelt
     # A value head's part of a state has an equal share of the channels of its key head.
     if sizes.key_dim % sizes.group:
         raise UnsupportedModel(
-            f"{sizes.group} value heads share a key head of linear_key_head_dim {sizes.key_dim}; "
-            "the number of value heads must divide linear_key_head_dim"
+            f"{sizes.group} value heads share each key head; this number must divide "
+            f"linear_key_head_dim, which is {sizes.key_dim}"
         )
     if sizes.kernel < 2:
         raise UnsupportedModel(f"linear_conv_kernel_dim is {sizes.kernel}; it must be at least 2")
