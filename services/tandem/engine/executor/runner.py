@@ -45,18 +45,18 @@ from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
 from tandem.engine.executor.weights.share import Share, share_of_lora
-from tandem.engine.runner_protocol import DrawnTokens
-from tandem.engine.scheduler.batch import StepBatch
-from tandem.errors import ConfigError
-from tandem.models.folder import ModelFolder
-from tandem.models.limits import check_settings, max_context
-from tandem.models.memory import (
+from tandem.engine.memory import (
     Need,
     keeps_quantized,
     read_memory,
     why_too_much,
     worker_need,
 )
+from tandem.engine.runner_protocol import DrawnTokens
+from tandem.engine.scheduler.batch import StepBatch
+from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
+from tandem.models.limits import check_settings, max_context
 from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
