@@ -308,6 +308,7 @@ class Scheduler:
                 num_tokens=sequence.num_tokens,
                 resume=start.resume,
                 sources=start.sources,
+                checkpoint=start.checkpoint,
                 budget=sequence.spec.kv_budget,
                 loaded=sequence.loading.end,
             )
@@ -397,6 +398,7 @@ class Scheduler:
                 num_tokens=sequence.num_tokens,
                 resume=start.resume,
                 sources=start.sources,
+                checkpoint=start.checkpoint,
                 budget=sequence.spec.kv_budget,
             ):
                 return start

@@ -372,7 +372,7 @@ class BlockPool:
 
     def _fits(self, matched: list[int], num_blocks: int, source: int | None) -> bool:
         kept = matched if source is None else [*matched, source]
-        blocks = (self._blocks[block_id] for block_id in kept)
+        blocks = (self._blocks[block_id] for block_id in dict.fromkeys(kept))
         unreferenced = sum(
             not block.num_references and block.copy is not Copy.WRITING for block in blocks
         )
