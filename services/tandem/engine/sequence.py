@@ -48,7 +48,7 @@ copy of this block and computes the tokens after those that are equal:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from tandem.common.block_hash import block_hash, hash_blocks
@@ -86,6 +86,15 @@ class SequenceStart:
     is_fork: bool
     # Number of blocks after which frozen states are transferred to the consumer; 0: none are.
     checkpoint: int = 0
+    # Frozen states that become the running states of the sequence, one for each state group, in
+    # place of copies of `sources`.
+    taken: tuple[int, ...] = ()
+
+    def taking_states(self) -> SequenceStart:
+        """Returns a start that needs no slots besides those of `sources`, which are then not cached
+        any more."""
+        taken = tuple(source for source in self.sources if source is not None)
+        return replace(self, sources=(), taken=taken)
 
 
 @dataclass(slots=True)

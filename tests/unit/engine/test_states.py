@@ -18,8 +18,8 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode
 from tandem.errors import BadRequest, ConfigError
 from tandem.models.folder import ModelFolder
-from tests.engine_driver import drive_all, make_spec
-from tests.grouped_toy import STATE, continuation, make_grouped_engine
+from tests.engine_driver import Outcome, drive_all, make_spec
+from tests.grouped_toy import STATE, GroupedToyRunner, continuation, make_grouped_engine
 from tests.model_engines import make_model_engine, make_runner
 from tests.tiny_models import make_tiny_model
 
@@ -249,3 +249,26 @@ def test_pins_report_the_depth_at_which_a_state_is() -> None:
     drive_all(engine, *[make_spec(f"{i}", [100 + i] * 20, max_tokens=1) for i in range(200)])
     again = drive_all(engine, make_spec("a", prompt, max_tokens=1))
     assert again.ends["a"].num_cached_tokens == 40
+
+
+def test_a_sequence_does_not_wait_for_a_slot_besides_the_state_after_which_it_resumes() -> None:
+    """The pool has 4 slots. Three sequences run, and the last slot has a frozen state."""
+    windows = (None, STATE)
+    slot_bytes = GroupedToyRunner(windows, block_size=4).layout().groups[1].layout.block_bytes
+    engine, _ = make_grouped_engine(
+        windows, num_blocks=None, kv_bytes_max=8 * slot_bytes, max_num_seqs=4
+    )
+    assert engine.layout.sizes[1] == 4
+    prompt = list(range(20))
+    drive_all(engine, make_spec("first", prompt, max_tokens=1))
+    for number in range(3):
+        engine.add(make_spec(f"{number}", [100 + number] * 3, max_tokens=30))
+    engine.step()
+    engine.add(make_spec("b", [*prompt, 7], max_tokens=4))
+    outcome = Outcome()
+    while "b" not in outcome.ends:
+        outcome.take(engine.step())
+        engine.check_integrity()
+    assert set(outcome.ends) == {"b"}
+    assert outcome.token_ids["b"] == continuation([*prompt, 7], 4, windows)
+    assert outcome.ends["b"].num_cached_tokens == 20

@@ -120,6 +120,7 @@ class KvCache:
         num_tokens: int,
         resume: int,
         sources: Sequence[int | None] = (),
+        taken: Sequence[int] = (),
         checkpoint: int = 0,
         budget: KvBudget | None = None,
         loaded: int = 0,
@@ -139,6 +140,8 @@ class KvCache:
         - `sources`: one block for each group, which the engine will copy into the group's first
           allocated block. The sources stay referenced until `end_copies`. A group needs no copy,
           and ignores its source, if its table starts after the block at index `depth`.
+        - `taken`: one cached frozen state for each state group. It becomes the running state,
+          without a copy. Empty: none does.
         - `checkpoint`: frozen states after this number of blocks will be transferred, so each state
           group gets a slot for them. If the sequence resumes there, it is the cached slot. 0: none.
         - `is_chain`: the tables are those of a chain without a sequence, so no running state is
@@ -150,6 +153,7 @@ class KvCache:
             num_tokens=num_tokens,
             resume=resume,
             sources=sources,
+            taken=taken,
             checkpoint=checkpoint,
             budget=budget,
             loaded=loaded,
@@ -158,6 +162,7 @@ class KvCache:
             return None
         layout = self._layout_under(budget)
         tables = BlockTables(states=() if is_chain else self._state_groups, checkpoint=checkpoint)
+        frozen = dict(zip(tables.states, taken, strict=False))
         if budget is not None and budget.keeps_hitters:
             tables.hitters = HeavyHitters(budget, self._block_size)
         elif budget is not None:
@@ -171,7 +176,9 @@ class KvCache:
             if number in tables.states:
                 hashes = _transferred(block_hashes, depth, checkpoint)
                 size += checkpoint > 0
-            if loaded and isinstance(pool, WindowPool):
+            if number in frozen:
+                blocks = self._state_pool(number).take(frozen[number])
+            elif loaded and isinstance(pool, WindowPool):
                 blocks = pool.reserve_any(hashes, size)
                 assert blocks is not None
             else:
@@ -195,6 +202,7 @@ class KvCache:
         num_tokens: int,
         resume: int,
         sources: Sequence[int | None] = (),
+        taken: Sequence[int] = (),
         checkpoint: int = 0,
         budget: KvBudget | None = None,
         loaded: int = 0,
@@ -204,6 +212,7 @@ class KvCache:
         layout = self._layout_under(budget)
         spans = _spans(layout, _most_kept(budget, num_tokens), resume, is_chain=is_chain)
         states = () if is_chain else self._state_groups
+        frozen = dict(zip(states, taken, strict=False))
         for number, (pool, (kept, first, end), source) in enumerate(
             zip(self.pools, spans, self._copied(sources, spans, depth), strict=True)
         ):
@@ -212,7 +221,9 @@ class KvCache:
             if number in states:
                 hashes = _transferred(block_hashes, depth, checkpoint)
                 size += checkpoint > 0
-            if loaded and isinstance(pool, WindowPool):
+            if number in frozen:
+                fits = size == 1 and self._state_pool(number).may_take(frozen[number])
+            elif loaded and isinstance(pool, WindowPool):
                 fits = pool.can_reserve_any(hashes, size)
             else:
                 fits = pool.can_reserve(hashes, size, source)
@@ -420,9 +431,9 @@ class KvCache:
         for group in tables.states:
             self._state_pool(group).evict_first(block_hash)
 
-    def _state_pool(self, group: int) -> WindowPool:
+    def _state_pool(self, group: int) -> FrozenStatePool:
         pool = self.pools[group]
-        assert isinstance(pool, WindowPool)
+        assert isinstance(pool, FrozenStatePool)
         return pool
 
     def release(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:
