@@ -223,6 +223,7 @@ class Engine:
         sequence.advance(sequence.num_missing_tokens)
         sequence.tables.set_sums(sequence.num_tokens, list(sums))
         self._store_full_blocks(sequence)
+        sequence.take_frozen_states(self._kv)
         sequence.append(first_token_id)
         if not self._end_if_over(sequence):
             self._scheduler.start(sequence)

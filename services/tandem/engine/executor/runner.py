@@ -52,19 +52,19 @@ from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
 from tandem.engine.executor.weights.share import Share, share_of_lora
-from tandem.engine.runner_protocol import DrawnTokens
-from tandem.engine.scheduler.batch import StepBatch
-from tandem.engine.tiers.storage import Bytes
-from tandem.errors import ConfigError
-from tandem.models.folder import ModelFolder
-from tandem.models.limits import check_settings, max_context
-from tandem.models.memory import (
+from tandem.engine.memory import (
     Need,
     keeps_quantized,
     read_memory,
     why_too_much,
     worker_need,
 )
+from tandem.engine.runner_protocol import DrawnTokens
+from tandem.engine.scheduler.batch import StepBatch
+from tandem.engine.tiers.storage import Bytes
+from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
+from tandem.models.limits import check_settings, max_context
 from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
@@ -403,17 +403,22 @@ class ModelRunner:
 
     def _measure(self, gpu: GpuMemory, step_tokens: int) -> None:
         """Measures the largest step and the graphs on a scratch pool, and frees the pool."""
+        one = self._own_layout()
+        state_bytes = sum(one.groups[number].layout.block_bytes for number in one.state_groups)
+        blocks_bytes = gpu.scratch_bytes - self._num_seqs_max * state_bytes
         batch, num_blocks = largest_step(
             step_tokens,
             self._num_seqs_max,
             max_model_len=self.max_model_len,
             block_size=self._block_size,
-            blocks_max=self._least(gpu.scratch_bytes // self._own_layout().block_bytes),
-            num_groups=len(self.layout().groups),
+            blocks_max=self._least(max(0, blocks_bytes) // (one.block_bytes - state_bytes)),
+            num_groups=len(one.groups),
+            state_groups=one.state_groups,
         )
         draws = [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)] * len(batch.slices)
-        layout = self._own_layout(*[num_blocks] * len(self.layout().groups))
-        pools = self._make_pools(layout)[1]
+        num_slots = len(batch.slices)
+        sizes = [num_slots if group.has_states else num_blocks for group in one.groups]
+        pools = self._make_pools(self._own_layout(*sizes))[1]
         triton = self._triton
         if triton is None:
             gpu.measure(
