@@ -96,7 +96,10 @@ def worker_need(
                 has_values=latent is None,
                 rotated=None if latent is None else latent.rotated_key(kv_dtype, dtype),
             )
-            pool_bytes = config.num_blocks * shape.num_layers * shape.num_kv_heads * part_bytes
+            block_bytes = shape.num_layers * shape.num_kv_heads * part_bytes
+            if (index := shape.index_keys) is not None:
+                block_bytes += index.num_bytes(kv_dtype, config.block_size, part_bytes)
+            pool_bytes = config.num_blocks * block_bytes
     if config.kv_host_bytes:
         option += f" --kv-host-memory {config.kv_host_bytes}"
         pool_bytes += config.kv_host_bytes
