@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
@@ -36,6 +38,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -142,6 +146,15 @@ _DEEPSEEK = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 44,
     "first_k_dense_replace": 1,
+}
+# An indexer chooses 24 tokens. It has so many heads that scores are never 0, because transformers
+# does not take the first of equal scores.
+_INDEXER = {
+    "q_lora_rank": 28,
+    "index_n_heads": 16,
+    "index_head_dim": 20,
+    "index_topk": 24,
+    "attention_bias": True,
 }
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 _EXPERTS = {
@@ -315,6 +328,31 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "routed_scaling_factor": 0.25,
             "rope_interleave": False,
             "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-v3.2": (
+        DeepseekV32ForCausalLM,
+        DeepseekV32Config,
+        _DEEPSEEK
+        | _INDEXER
+        | {
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            **_NO_PAD,
+        },
+    ),
+    "glm5": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig,
+        _DEEPSEEK
+        | _INDEXER
+        | {
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "tie_word_embeddings": True,
+            **_NO_PAD,
         },
     ),
     "smollm3": (
@@ -713,6 +751,7 @@ FAMILIES = tuple(_FAMILIES)
 # them to the long form.
 KNOWN_KINDS = (
     *("olmo3", "glm", "glm4-moe", "glm4-moe-lite", "minimax-m2", "seed-oss", "exaone4"),
+    "deepseek-v3.2",
     *("ernie4.5", "hy-v3", "mistral4", "hunyuan-moe", "gemma4-keys"),
     *("granite4-dense", "falcon-h1-norm", "lfm2-moe", "olmo-hybrid-rope"),
 )

@@ -62,6 +62,10 @@ def _attention(family: Family) -> str:
         "pattern": f"a window, but for the last of each {family.pattern} layers",
     }
     words = ["latent" if family.is_latent else parts[family.windows]]
+    if family.indexer:
+        words.append("to tokens that an indexer chooses")
+    if family.indexer == "shared":
+        words.append("some layers use the choice of an earlier one")
     if family.linear:
         states = {"short_conv": "short convolutions", "mamba2": "Mamba 2"}
         kind = states.get(family.linear, "Gated DeltaNet")

@@ -99,6 +99,8 @@ def why_only_torch(model: ModelConfig) -> str:
     for layer in model.layers:
         if layer.kv_source is not None:
             return "only the torch kernels share the KV of a layer with later layers"
+        if layer.indexer is not None:
+            return "only the torch kernels compute sparse attention"
         if layer.heads is not None:
             return "only the torch kernels compute layers with heads of different sizes"
     if model.value_dim is not None:

@@ -205,6 +205,8 @@ class ModelRunner:
             )
         if model.has_states:
             self.why_no_budgets = "some layers of the model keep a state in place of KV"
+        if model.index_keys is not None:
+            self.why_no_budgets = "the model has sparse attention"
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
         self._drawn = HostTokens([])

@@ -19,6 +19,14 @@ self_attn.o_proj.weight               [hidden, heads * value]             always
 q_a_proj, kv_a_proj_with_mqa and o_proj may have a bias, whose shape is the first size of the
 weight.
 
+A layer with an indexer (`Indexer`) has these tensors in addition:
+
+name                                  shape
+self_attn.indexer.wq_b.weight         [index heads * index dim, q rank]
+self_attn.indexer.wk.weight           [index dim, hidden]
+self_attn.indexer.k_norm.weight       [index dim], and a bias of this shape
+self_attn.indexer.weights_proj.weight [index heads, hidden]
+
 A layer with linear attention (`GatedDelta`) has the following tensors. The outputs of joined
 matrices are ordered by key head: for each key head q, k, v and z, and b and a. Otherwise the q of
 all heads come first, then their k, then v.
@@ -224,7 +232,8 @@ def _attention_shapes(
     heads = config.heads_of(spec)
     head_dim = heads.dim
     if config.latent is not None:
-        return _latent_shapes(config, config.latent, layer, stored)
+        of_latent = _latent_shapes(config, config.latent, layer, stored)
+        return of_latent | _indexer_shapes(config, config.latent, spec)
     q_size = config.num_attention_heads * head_dim
     kv_size = heads.num_kv * head_dim
     value_dim = config.value_dim or head_dim
@@ -284,6 +293,20 @@ def _latent_shapes(
     shapes["self_attn.q_a_layernorm.weight"] = (latent.q_rank,)
     shapes["self_attn.q_b_proj.weight"] = (heads * latent.q_dim, latent.q_rank)
     return shapes
+
+
+def _indexer_shapes(config: ModelConfig, latent: Latent, spec: LayerSpec) -> Shapes:
+    if (indexer := spec.indexer) is None:
+        return {}
+    assert latent.q_rank is not None
+    shapes: Shapes = {
+        "wq_b.weight": (indexer.num_heads * indexer.dim, latent.q_rank),
+        "wk.weight": (indexer.dim, config.hidden_size),
+        "k_norm.weight": (indexer.dim,),
+        "k_norm.bias": (indexer.dim,),
+        "weights_proj.weight": (indexer.num_heads, config.hidden_size),
+    }
+    return {f"self_attn.indexer.{name}": shape for name, shape in shapes.items()}
 
 
 def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shapes:

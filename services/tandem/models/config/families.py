@@ -19,6 +19,7 @@ Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
 ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4", "granite"]
 Fused = Literal["", "mlp", "all"]
 ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed"]
+Indexers = Literal["", "own", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,12 @@ class Family:
         (`global_head_dim`), the last ones read the KV of earlier layers (`num_kv_shared_layers`),
         values are normalized, and each layer has a scalar and may have embeddings of its own.
     is_latent: attention is latent (latent.py).
+    indexer: the layers that have an indexer, which chooses the tokens to which a query attends
+        (indexer.py):
+        "": none; queries attend to all earlier tokens;
+        "own": all;
+        "shared": those that `indexer_types` calls "full"; the others use their choices. RoPE
+            rotates element 2 i of the indexer's heads with element 2 i + 1.
     linear: the kind of the layers that keep a state in place of keys and values, which
         `layer_types` calls by `linear_name`. Without `layer_types`, `full_attn_idxs` lists the
         layers that have full attention; without it, every `full_attention_interval`-th layer does,
@@ -186,6 +193,7 @@ class Family:
     has_rotary_dim: bool = False
     has_gemma4_layers: bool = False
     is_latent: bool = False
+    indexer: Indexers = ""
     linear: Linear = ""
     linear_name: str = "linear_attention"
     has_parallel_state: bool = False
@@ -288,6 +296,24 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+_DEEPSEEK_V3 = _DEEPSEEK | {
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+_DEEPSEEK_V3_DEMANDS = {
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+# DeepSeek V3.2 and GLM 5: transformers always rotates neighbouring elements of keys.
+_SPARSE_DEMANDS = _DEEPSEEK_V3_DEMANDS | {"rope_interleave": (True,)}
 
 # Routing without groups, in families for which transformers does not read the keys of groups.
 _NO_GROUPS = {"n_group": (1,), "topk_group": (1,)}
@@ -419,22 +445,42 @@ FAMILIES: Mapping[str, Family] = {
         has_sigmoids=True,
         is_corrected=True,
         has_extra_layers=True,
-        demands={
-            "scoring_func": ("sigmoid",),
-            "topk_method": ("noaux_tc",),
-            "moe_layer_freq": (1,),
-        },
-        defaults=_DEEPSEEK
+        demands=_DEEPSEEK_V3_DEMANDS,
+        defaults=_DEEPSEEK_V3,
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        indexer="own",
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        has_extra_layers=True,
+        demands=_SPARSE_DEMANDS,
+        defaults=_DEEPSEEK_V3 | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        indexer="shared",
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        has_extra_layers=True,
+        demands=_SPARSE_DEMANDS,
+        defaults=_DEEPSEEK_V3
         | {
-            "first_k_dense_replace": 3,
-            "moe_intermediate_size": 2048,
-            "n_group": 8,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "num_experts_per_tok": 8,
-            "routed_scaling_factor": 2.5,
-            "topk_group": 4,
+            "index_head_dim": 128,
+            "index_n_heads": 32,
+            "index_topk": 2048,
+            "n_group": 1,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "rms_norm_eps": 1e-5,
+            "topk_group": 1,
+            "v_head_dim": 256,
         },
     ),
     "SmolLM3ForCausalLM": Family(

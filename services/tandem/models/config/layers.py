@@ -18,6 +18,7 @@ from tandem.models.config.fields import (
     optional_size,
     size,
 )
+from tandem.models.config.indexer import Indexer, read_indexers
 from tandem.models.config.linear_attention import LinearAttention, read_linear
 from tandem.models.config.rope import (
     NO_ROPE,
@@ -64,6 +65,10 @@ class LayerSpec:
     has_attention: bool = True
     # Linear attention: the layer keeps a state of constant size. None: it keeps no state.
     linear: LinearAttention | None = None
+    # Sparse attention: the layer's own indexer, which chooses the tokens to which a query attends.
+    indexer: Indexer | None = None
+    # True: a query attends to the tokens that the last earlier layer with an indexer has chosen.
+    shares_choice: bool = False
     heads: Heads | None = None  # None: the layer has the model's heads
     # Number of the earlier layer whose keys and values this layer reads. None: the layer has its
     # own.
@@ -95,7 +100,8 @@ def read_layers(
         if not have_window and family.rope_in_windows == "only":
             raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
         have_rope = slide if have_window else have_rope
-    _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
+    if not family.indexer:
+        _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
     # Layers whose heads differ from those of layers without a window need a KV group of their own.
     has_own_heads = family.has_gemma4_layers or family.has_mimo_layers
     if has_own_heads and any(slide) and window is None:
@@ -122,9 +128,16 @@ def read_layers(
             experts=experts,
             has_attention=of_layer is None or family.has_parallel_state,
             linear=of_layer,
+            indexer=indexer,
+            shares_choice=bool(family.indexer) and indexer is None,
         )
-        for slides, has_rope, experts, of_layer in zip(
-            slide, have_rope, read_experts(config, family, num_layers), linear, strict=True
+        for slides, has_rope, experts, of_layer, indexer in zip(
+            slide,
+            have_rope,
+            read_experts(config, family, num_layers),
+            linear,
+            read_indexers(config, family, num_layers),
+            strict=True,
         )
     )
 

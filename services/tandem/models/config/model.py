@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from tandem.common.dtypes import IndexKeys
 from tandem.errors import UnsupportedModel
 from tandem.models.config.experts import has_experts
 from tandem.models.config.falcon_h1 import LayerFactors, read_layer_factors
@@ -126,6 +127,12 @@ class ModelConfig:
     def has_states(self) -> bool:
         """True if some layers keep a state."""
         return any(layer.linear is not None for layer in self.layers)
+
+    @property
+    def index_keys(self) -> IndexKeys | None:
+        """The keys of indexers in a token's KV; None if no layer has an indexer."""
+        dims = [layer.indexer.dim for layer in self.layers if layer.indexer is not None]
+        return IndexKeys(len(dims), dims[0]) if dims else None
 
     @property
     def attention_scale(self) -> float:

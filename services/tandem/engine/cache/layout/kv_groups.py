@@ -450,6 +450,7 @@ def model_layout(
                 dtype=dtype,
                 has_values=latent is None,
                 rotated=None if latent is None else latent.rotated_key(dtype, computed_dtype),
+                index=model.index_keys,
             ),
         )
 

@@ -20,6 +20,7 @@ from torch.nn.functional import gelu, silu
 
 from tandem.engine.cache.layout.kv_groups import layer_places, state_places
 from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
+from tandem.engine.executor.torch.indexers import StepIndexers
 from tandem.engine.executor.torch.inputs import StepInputs
 from tandem.engine.executor.torch.lora import NO_LORA, ProductName, StepLora
 from tandem.engine.executor.weights.decoder_weights import (
@@ -112,6 +113,10 @@ class Decoder:
                 if place is not None
             )
         }
+        indexers = None
+        if self._config.index_keys is not None:
+            (attend,) = attentions.values()
+            indexers = StepIndexers(specs, self._kernels, attend, kv_pools[0], inputs)
         all_angles = {
             key: rotary_angles(inputs.positions, *tables)
             for key, tables in self._frequencies.items()
@@ -148,10 +153,11 @@ class Decoder:
             if place is not None:
                 pool = kv_pools[place.group]
                 angles = all_angles[spec.rope, self._rope_dim(spec)]
+                query_latents = None
                 if layer.latent is None:
                     heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
                 else:
-                    heads = self._latent_heads(
+                    query_latents, heads = self._latent_heads(
                         index, layer.latent, projected, angles, inputs.num_tokens, lora
                     )
                 queries, keys, values = heads
@@ -159,11 +165,16 @@ class Decoder:
                     queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
                 if spec.kv_source is None:
                     pool.write(place.number, inputs.token_rows[place.group], keys, values)
+                if indexers is not None:
+                    indexers.write_keys(index, layer.indexer, normed, angles)
             if tell_written is not None and self._ranks is ALONE:
                 tell_written()
             if place is not None:
+                choice = None
+                if indexers is not None:
+                    choice = indexers.choice(index, layer.indexer, normed, query_latents, angles)
                 attend = attentions[place.group, spec.window, spec.is_chunked]
-                attended = attend(place.number, queries, layer.sinks)
+                attended = attend(place.number, queries, layer.sinks, choice)
                 attended = attended[..., : self._config.value_dim]
             if layer.latent is not None:
                 latents = attended[..., : layer.latent.values.shape[-1]]
@@ -296,8 +307,9 @@ class Decoder:
         angles: Angles,
         num_tokens: int,
         lora: StepLora,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the queries, keys and values for latent attention (models/config/latent.py).
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Returns the latents of queries, and the queries, keys and values for latent attention
+        (models/config/latent.py). The latents are None if the model's queries have none.
 
         A token's KV is one vector of D elements: the token's latent and then the rotated key. It
         serves as the key and as the value of all heads. So the keys and the values are the same
@@ -307,10 +319,11 @@ class Decoder:
         latent = self._config.latent
         assert latent is not None
         queries, kv = torch.split(projected, [projected.shape[1] - latent.kv_dim, latent.kv_dim], 1)
+        query_latents = None
         if weights.q_norm is not None and weights.q_out is not None:
-            normed = self._kernels.rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
-            queries = self._kernels.linear(normed, weights.q_out, None)
-            queries = lora.add(index, "q_out", queries, normed)
+            query_latents = self._kernels.rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
+            queries = self._kernels.linear(query_latents, weights.q_out, None)
+            queries = lora.add(index, "q_out", queries, query_latents)
         heads = queries.reshape(len(queries), -1, latent.q_dim)
         plain, turning = torch.split(heads, [latent.plain_dim, latent.rope_dim], -1)
         token, key = torch.split(kv, [latent.kv_rank, latent.rope_dim], 1)
@@ -319,7 +332,7 @@ class Decoder:
         absorbed = lora.add_of_heads(index, "latent_keys", absorbed, plain)
         normed = self._kernels.rms_norm(token, weights.kv_norm, LATENT_NORM_EPS)
         stored = torch.cat((normed, rotated[:, -1]), 1)[:num_tokens].unsqueeze(1)
-        return torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored
+        return query_latents, (torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored)
 
     def _state(
         self,

@@ -16,6 +16,8 @@ from tandem.models.gguf.tensors import GgufBlocks
 # The epsilon in the norms of latents. Like transformers, Tandem does not use the config's
 # rms_norm_eps in these norms.
 LATENT_NORM_EPS = 1e-6
+# The epsilon in the norm of an indexer's keys.
+INDEX_NORM_EPS = 1e-6
 
 Quantized = GgufBlocks | Fp8 | PackedGroups
 
@@ -71,6 +73,20 @@ class LatentWeights:
     keys: torch.Tensor
     # [heads, value, kv rank]: multiplied by a head's attention output, which is a sum of latents
     values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """The weights of a layer's indexer (tandem/models/config/indexer.py)."""
+
+    queries: torch.Tensor  # [heads * dim, q rank]: multiplied by the latent of the queries
+    keys: torch.Tensor  # [dim, hidden]
+    # The LayerNorm of the keys, [dim] each.
+    key_norm: torch.Tensor
+    key_norm_bias: torch.Tensor
+    # [heads, hidden], float32: computes the weights of the heads. They include the factor
+    # 1 / sqrt(heads * dim).
+    head_weights: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +149,7 @@ class LayerWeights:
     # [heads]: one extra score in each head's softmax that belongs to no key; None: no sinks
     sinks: torch.Tensor | None = None
     latent: LatentWeights | None = None  # None: the layer has no latent attention
+    indexer: IndexerWeights | None = None  # None: the layer has no indexer
     # [heads * head_dim or heads, hidden]: the sigmoid of its product is a factor on attention's
     # output
     attention_gate: Linear | None = None

@@ -20,6 +20,7 @@ import torch
 from tandem.engine.executor.weights.checkpoint import check_tied, map_files
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
+    IndexerWeights,
     LatentWeights,
     LayerInputWeights,
     LayerWeights,
@@ -35,6 +36,7 @@ from tandem.engine.executor.weights.released_memory import FilePages
 from tandem.engine.executor.weights.rotary_rows import (
     RotatedRows,
     head_rows,
+    indexer_rows,
     query_rows,
     rotary_rows,
     token_products,
@@ -60,6 +62,7 @@ from tandem.models.checkpoint.weight_shapes import (
     norm_names,
 )
 from tandem.models.config.experts import Experts
+from tandem.models.config.indexer import Indexer
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2
@@ -291,6 +294,7 @@ class _Builder:
             mlp=mlp,
             attention_gate=gate,
             latent=latent,
+            indexer=self._indexer(f"{attention}.indexer", spec.indexer) if spec.indexer else None,
             scalar=tensors.tensor(f"{name}.layer_scalar")
             if self._config.has_layer_scalars
             else None,
@@ -428,6 +432,22 @@ class _Builder:
             kv_norm=tensors.tensor(f"{name}.kv_a_layernorm.weight"),
             keys=keys,
             values=values,
+        )
+
+    def _indexer(self, name: str, indexer: Indexer) -> IndexerWeights:
+        tensors = self._tensors
+        order = indexer_rows(indexer)
+        keys = tensors.tensor(f"{name}.wk.weight")
+        order = order.to(keys.device)
+        queries = tensors.tensor(f"{name}.wq_b.weight")
+        queries = queries.view(indexer.num_heads, indexer.dim, -1)[:, order].flatten(0, 1)
+        head_weights = tensors.floats(f"{name}.weights_proj.weight")
+        return IndexerWeights(
+            queries=queries,
+            keys=keys[order],
+            key_norm=tensors.tensor(f"{name}.k_norm.weight")[order],
+            key_norm_bias=tensors.tensor(f"{name}.k_norm.bias")[order],
+            head_weights=head_weights * (indexer.num_heads * indexer.dim) ** -0.5,
         )
 
     def _mlp(self, name: str) -> Mlp:
