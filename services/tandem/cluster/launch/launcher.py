@@ -467,8 +467,8 @@ def _check_port(host: str, option: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
-                    f"{host} is not an address of this machine, so port {port} ({option}) "
-                    "cannot be opened on it; choose another address"
+                    f"port {port} ({option}) cannot be opened: {host} is not an address of this "
+                    "machine. Choose an address of this machine"
                 ) from error
             owner = _listener(port)
             why = f"is used by {owner}" if owner else f"cannot be used ({error.strerror})"
