@@ -255,7 +255,7 @@ def test_the_address_to_join(address: str, expected: tuple[str, int]) -> None:
 
 
 def test_what_cannot_be_listened_at_or_is_no_label_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be a single address"):
+    with pytest.raises(ConfigError, match="give a single IP address"):
         LaunchOptions(listen="0.0.0.0")
     with pytest.raises(ConfigError, match="must be an IP address"):
         LaunchOptions(listen="localhost")
