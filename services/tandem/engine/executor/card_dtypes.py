@@ -40,8 +40,8 @@ def check_dtypes(
     for option, value in named.items():
         if value == "bfloat16" and is_old(device):
             raise ConfigError(
-                f"{option}=bfloat16: {describe(device)} has no bfloat16, which needs compute "
-                f"capability 8.0 or later; use {option}=auto, which means float32 on this card"
+                f"{option}=bfloat16 needs a card with compute capability 8.0 or later, not "
+                f"{describe(device)}; use {option}=auto (float32 on this card)"
             )
     if checkpoint_dtype == "float16" and dtype == "bfloat16":
         log.warning(

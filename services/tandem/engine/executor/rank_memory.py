@@ -66,8 +66,8 @@ class RankMemory:
         except OSError as error:
             raise ConfigError(
                 f"tensor-parallel={num_ranks}: {size >> 30} GiB of address space cannot be mapped: "
-                f"{error}. Check the limit that `ulimit -v` shows; address space takes memory only "
-                "where it is used"
+                f"{error}. Check the limit that `ulimit -v` shows; unused address space takes no "
+                "memory"
             ) from error
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._address = self._bytes.ctypes.data

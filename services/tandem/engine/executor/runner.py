@@ -207,14 +207,14 @@ class ModelRunner:
         self._has_own_pool = self.num_pools > 1
         if self._has_own_pool and kernels == "native":
             raise ConfigError(
-                "ranks-own-pools: native kernels need one KV pool for all ranks; set kernels to "
-                "torch"
+                "ranks-own-pools cannot be used with native kernels, because native kernels need "
+                "one KV pool for all ranks; set kernels to torch"
             )
         self._own_config = Share(rank, config.tensor_parallel).config(model)
         if self._has_own_pool and config.has_tiers:
             raise ConfigError(
                 f"KV tiers ({', '.join(config.tiers)}) cannot be used with tensor-parallel "
-                f"{config.tensor_parallel} if each rank has a KV pool of its own, as on GPUs; set "
+                f"{config.tensor_parallel}, because each rank has its own KV pool; set "
                 "tensor-parallel to 1, or remove the KV tiers"
             )
         # Ranks that share a GPU would measure each other's memory.

@@ -79,7 +79,8 @@ def num_groups(module: str, num_in: int, scheme: Scheme) -> int:
     size = scheme.group_size or num_in
     if num_in % size:
         raise UnsupportedModel(
-            f"{module} has {num_in} inputs; this must be a multiple of the group size, {size}"
+            f"{module} has {num_in} inputs; the number of inputs must be a multiple of the group "
+            f"size, {size}"
         )
     return num_in // size
 
@@ -110,8 +111,8 @@ def _words(
     for what, num in in_words.items():
         if num % word:
             raise UnsupportedModel(
-                f"{module} has {num} {what}; this must be a multiple of {word}, the number "
-                f"of {scheme.bits}-bit weights in one {_WORD_BITS}-bit word"
+                f"{module} has {num} {what}; the number of {what} must be a multiple of {word} "
+                f"with {scheme.bits}-bit weights in {_WORD_BITS}-bit words"
             )
     order = Form(((num_in,),), ("I32",), is_optional=True)
     if scheme.coding == "packed":
