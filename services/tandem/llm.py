@@ -840,7 +840,7 @@ def _single_prompt(prompt: Any) -> str | tuple[int, ...]:
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or not {"prompt", "prompt_token_ids"} & prompt.keys():
             raise BadRequest(
-                "a prompt that is a dict must have one key, prompt or prompt_token_ids; it has "
+                "a prompt dict must have one key, prompt or prompt_token_ids; the dict has "
                 f"{', '.join(map(str, prompt)) or 'none'}",
                 param="prompt",
             )

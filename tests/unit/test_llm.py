@@ -245,7 +245,7 @@ def test_an_adapter_changes_what_is_made(llm: LLM, folder: ModelFolder, tmp_path
         (7, "prompt is not valid"),
         ([5, "a"], "prompt is not valid"),
         ([["a", "b"]], "a list in a list"),
-        ({"text": "a"}, "must have one key, prompt or prompt_token_ids; it has text"),
+        ({"text": "a"}, "must have one key, prompt or prompt_token_ids; the dict has text"),
         (["right", [99_999]], r"prompt 1 \(from 0\): prompt has the token id 99999"),
     ],
 )

@@ -271,8 +271,8 @@ class PoolController:
             self.report(*ray.get(agent.status.remote(), timeout=30))
         except ray.exceptions.RayError as error:
             log.warning(
-                "the Ray actor that watches a process did not answer, so the state of the process "
-                "is unknown until the actor reports a change: %s",
+                "the Ray actor that watches a process did not answer: %s. The state of the process "
+                "is unknown until the actor reports a change",
                 error,
             )
 

@@ -53,8 +53,8 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
         name, _, path = entry.partition("=")
         if not re.fullmatch(ADAPTER_NAME, name) or not path:
             raise ConfigError(
-                f"lora has the entry {entry!r}; an entry must be NAME=PATH, and NAME must have 1 "
-                "to 128 characters, each a letter, a digit or one of . _ : / -"
+                f"lora has the entry {entry!r}; an entry must be NAME=PATH with a NAME of 1 to "
+                "128 letters, digits and . _ : / -"
             )
         if name in found:
             raise ConfigError(f"lora has the name {name!r} twice; each adapter needs its own name")
@@ -262,8 +262,8 @@ def _expanded(name: str, path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
-            f"{option_name(name)} is {path}; the home folder of this user is not known, so the "
-            "path must not begin with ~"
+            f"{option_name(name)} is {path}; the path must not begin with ~, because the home "
+            "folder of the user is not known"
         ) from error
 
 

@@ -89,8 +89,8 @@ def parse_scale_objects(text: str) -> dict[str, str]:
         if match is None or match[1] not in SIZED_POOLS or match[1] in found:
             raise ConfigError(
                 f"scale-objects has the entry {entry!r}; an entry must be POOL=statefulsets/NAME "
-                f"or POOL=deployments/NAME, POOL must be one of {', '.join(SIZED_POOLS)}, and no "
-                "POOL may occur twice"
+                f"or POOL=deployments/NAME. Each POOL may occur once, and must be one of "
+                f"{', '.join(SIZED_POOLS)}"
             )
         found[match[1]] = match[2]
     return found
@@ -127,8 +127,8 @@ class AdmissionOptions(Options):
     responses_kept: Count = 0
     """Number of answers of /v1/responses that a router keeps in memory. 0: none."""
     kv_budgets: Literal["allow", "refuse"] = "allow"
-    """allow: a request may limit the KV that is kept for it, with the field `kv_budget`. refuse:
-    requests with this field are refused."""
+    """allow: a request may limit its KV with the field `kv_budget`. refuse: requests with this
+    field are refused."""
     logprobs_max: Positive = 500_000
     """Largest number of log probabilities in one answer."""
     cors_origins: Annotated[tuple[str, ...], _Http, by_comma("ORIGIN,...", _parse_origins)] = ()
@@ -188,10 +188,10 @@ class RouterOptions(AdmissionOptions):
     """Longest wait for the prefix tree in Redis, in seconds. After this time, the router chooses
     workers without regard to cached prompts. Raise the limit for a distant Redis."""
     hold_deadline_s: Seconds = 30.0
-    """Seconds that a request waits for a decode worker to become ready, before the request fails.
-    Set a longer time than a worker takes to start."""
+    """Longest wait of a request for a ready decode worker, in seconds. Set a longer time than a
+    worker takes to start."""
     drain_deadline_s: Seconds = 30.0
-    """When the router stops, running requests have this many seconds to finish. The router then
+    """Time in seconds that a stopping router gives its running requests to finish. The router then
     ends the rest."""
     header_bytes_max: Annotated[PositiveSize, _Http] = 64 << 10
     """Largest request header, in bytes."""

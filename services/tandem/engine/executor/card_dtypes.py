@@ -45,6 +45,6 @@ def check_dtypes(
             )
     if checkpoint_dtype == "float16" and dtype == "bfloat16":
         log.warning(
-            "the checkpoint is in float16 and is computed in bfloat16, which has 8 bits of "
-            "precision instead of 11; use dtype=float32 to keep all bits"
+            "the float16 checkpoint is computed in bfloat16, with 8 instead of 11 bits of "
+            "precision; use dtype=float32 to keep all bits"
         )

@@ -99,8 +99,8 @@ class RankMemory:
         count = prod(shape)
         if count * dtype.itemsize > self._place_bytes:
             raise MemoryError(
-                f"a tensor that the ranks exchange has {count * dtype.itemsize} bytes; it may have "
-                f"at most {self._place_bytes}; lower max-tokens-per-step"
+                f"a tensor for the exchange between ranks has {count * dtype.itemsize} bytes, but "
+                f"at most {self._place_bytes} bytes are allowed; lower max-tokens-per-step"
             )
         if not count:
             return torch.empty(tuple(shape), dtype=dtype)

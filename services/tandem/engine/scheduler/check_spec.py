@@ -41,8 +41,8 @@ def check_spec(
     num_tokens = len(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= num_tokens:
         raise BadRequest(
-            f"num_prompt_tokens is {spec.num_prompt_tokens}; it must be at least 1 and at most "
-            f"the {num_tokens} tokens that were sent",
+            f"num_prompt_tokens is {spec.num_prompt_tokens}; it must be from 1 to {num_tokens}, "
+            "the number of sent tokens",
             param="prompt",
         )
     if min(spec.token_ids) < 0 or max(spec.token_ids) >= vocab_size:

@@ -85,7 +85,7 @@ class ObjectStorage(SharedStorage):
         except OSError as error:
             log.warning(
                 "the object store at kv-store-url %s does not answer (%s); the worker starts "
-                "without it and tries again later",
+                "without the object store and tries again later",
                 place,
                 error,
             )
@@ -247,7 +247,7 @@ class _Health:
             if not self._has_failed or self._is_probed:
                 pause_s = self._backoff.next_s()
                 log.warning(
-                    "the object store failed (%s), so it is not used for the next %.0f s",
+                    "the object store failed (%s) and is not used for the next %.0f s",
                     _first_line(error),
                     pause_s,
                 )

@@ -62,9 +62,7 @@ def forms_of_parts(
 
     Raises UnsupportedModel if a matrix of this shape cannot be stored with the scheme."""
     if len(shape) != 2:
-        raise UnsupportedModel(
-            f"{module} is quantized, but it is not a matrix; only matrices may be quantized"
-        )
+        raise UnsupportedModel(f"{module} is quantized, but only matrices may be quantized")
     forms = (_scaled if scheme.coding == "scaled" else _words)(module, *shape, stored, scheme)
     names = {f"{module}.{part}": form for part, form in forms.items()}
     if scheme.coding != "scaled":
