@@ -124,8 +124,8 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
     """Raises InternalError if a block in `unsafe` is not one of the sequence's `own` blocks."""
     if strangers := set(unsafe).difference(own):
         raise InternalError(
-            f"blocks {sorted(strangers)} do not belong to sequence {sequence_id}, but were given "
-            "as blocks of this sequence that a pull may still write"
+            f"a pull may still write to blocks {sorted(strangers)}, but these blocks do not belong "
+            f"to sequence {sequence_id}"
         )
 
 
@@ -138,7 +138,7 @@ def check_trusted(sequence_id: str, num_blocks: int, num_stored: int, num_held: 
     """
     if not num_stored <= num_blocks <= num_held:
         raise InternalError(
-            f"after the pull, {num_blocks} blocks of sequence {sequence_id} are reported as valid; "
-            f"{num_stored} were valid before, and the sequence has {num_held}, so the number must "
-            f"be from {num_stored} to {num_held}"
+            f"{num_blocks} blocks of sequence {sequence_id} are reported as valid after the pull; "
+            f"the number must be from {num_stored} (valid before the pull) to {num_held} (all "
+            "blocks of the sequence)"
         )

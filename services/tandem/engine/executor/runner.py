@@ -217,8 +217,8 @@ class ModelRunner:
         self._has_own_pool = self.num_pools > 1
         if self._has_own_pool and kernels == "native":
             raise ConfigError(
-                "ranks-own-pools: native kernels need one KV pool for all ranks; set kernels to "
-                "torch"
+                "ranks-own-pools cannot be used with native kernels, because native kernels need "
+                "one KV pool for all ranks; set kernels to torch"
             )
         self._own_config = Share(rank, config.tensor_parallel).config(model)
         # Ranks that share a GPU would measure each other's memory.
@@ -651,8 +651,7 @@ def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
         return fixed_scales(folder)
     if folder.config.has_kv_scales:
         log.warning(
-            "the checkpoint's KV scales are not used: they are for kv-dtype fp8_e4m3, and kv-dtype "
-            "is %s",
+            "the checkpoint's KV scales for kv-dtype fp8_e4m3 are not used, because kv-dtype is %s",
             kv_dtype,
         )
     return None
@@ -675,8 +674,8 @@ def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if num_gpus < num_ranks and not config.ranks_share_gpu:
         raise ConfigError(
-            f"tensor-parallel is {num_ranks}, but this process sees {num_gpus} GPUs, and each rank "
-            "needs its own; lower tensor-parallel, or check CUDA_VISIBLE_DEVICES"
+            f"tensor-parallel is {num_ranks}, but this process has only {num_gpus} GPUs for the "
+            "ranks; lower tensor-parallel, or check CUDA_VISIBLE_DEVICES"
         )
     device = torch.device(wanted, 0 if config.ranks_share_gpu else rank)
     torch.cuda.set_device(device)  # Triton launches kernels on the thread's current device

@@ -121,8 +121,9 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
     names = ExpertNames.of(config, stored)
     if not names.is_stacked and _num_experts(config) > len(stored):
         raise UnsupportedModel(
-            f"the config has {_num_experts(config)} experts in all layers together, which need at "
-            f"least one tensor each, but the checkpoint has only {len(stored)} tensors"
+            f"the checkpoint has only {len(stored)} tensors, too few for the "
+            f"{_num_experts(config)} experts of the config; each expert needs at "
+            "least one tensor"
         )
     for i, spec in enumerate(config.layers):
         layer: Shapes = {f"{name}.weight": (hidden,) for name in norm_names(config, spec).values()}

@@ -188,7 +188,7 @@ class TestPlan:
             gpu(tmp_path).begin(395 * MB, 0)
         assert "may use 390,000,000 bytes: weights 395,000,000 bytes" in refused.value.message
         assert refused.value.message.endswith(
-            "peers, which keep its KV pool mapped; or choose a smaller or a quantized model"
+            "restart the peers of that worker, which keep its KV pool mapped"
         )
         gpu(tmp_path, kv_bytes_max=200 * MB).begin(199 * MB, 200 * MB)
 
@@ -197,7 +197,7 @@ class TestPlan:
         [
             (0.9, 0, "; choose a smaller or a quantized model"),
             (0.45, 0, "; start fewer workers on this GPU, raise --gpu-memory-utilization, or "),
-            (0.45, 600 * MB, "; end other programs on this GPU; if a worker"),
+            (0.45, 600 * MB, "; end other programs on this GPU, or choose a smaller"),
         ],
     )
     def test_the_remedy_follows_from_what_takes_the_memory(
@@ -283,7 +283,7 @@ class TestKilledWorker:
         assert 20 <= clock.now < 21
         assert plan._free_at_start == 1000 * MB
         (record,) = caplog.records
-        assert "0.2 of 1.0 GB are free; it waits up to 60 s" in record.getMessage()
+        assert "0.2 of 1.0 GB are free. The worker waits up to 60 s" in record.getMessage()
 
     def test_after_the_limit_the_worker_takes_what_is_free_or_is_refused(
         self, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -295,7 +295,7 @@ class TestKilledWorker:
         plan.begin(100 * MB, 0, 60)
         assert 60 <= clock.now < 61
         plan.release()
-        with pytest.raises(ConfigError, match="its peers keep its KV pool mapped until they are"):
+        with pytest.raises(ConfigError, match="restart the peers of that worker, which keep"):
             gpu(tmp_path, kv_bytes_max=700 * MB).begin(100 * MB, 700 * MB, 60)
 
     @pytest.mark.parametrize(("pool_bytes", "wait_s"), [(990 * MB, 60.0), (700 * MB, 0.0)])
@@ -366,7 +366,7 @@ class TestTurns:
 
     def test_a_lock_file_that_cannot_be_opened_is_named(self, card: Card, tmp_path: Path) -> None:
         (tmp_path / f"tandem-{os.getuid()}-gpu-0a1b.lock").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(ConfigError, match=r"gpu-0a1b\.lock, which lets workers .* set TMPDIR"):
+        with pytest.raises(ConfigError, match=r"gpu-0a1b\.lock for worker starts .* set TMPDIR"):
             gpu(tmp_path).begin(0, 0)
 
 
