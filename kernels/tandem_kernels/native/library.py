@@ -83,6 +83,10 @@ class Experts(Structure):
         ),
         ("scale", c_float),
         ("shared_gate", c_void_p),
+        *(
+            (name, c_void_p)
+            for name in ("router_norm", "input_norm", "output_norm", "shared_output_norm", "scales")
+        ),
     )
 
 
@@ -108,6 +112,21 @@ class Delta(Structure):
     )
 
 
+class LayerInput(Structure):
+    _fields_ = (("gate", Matrix), ("projection", Matrix), ("norm", c_void_p))
+
+
+class LayerInputs(Structure):
+    _fields_ = (
+        ("embedding", c_void_p),
+        ("projection", Matrix),
+        ("norm", c_void_p),
+        ("embedding_kind", c_int32),
+        ("size", c_int32),
+        ("multiplier", c_float),
+    )
+
+
 class Layer(Structure):
     _fields_ = (
         ("attention_norm", c_void_p),
@@ -128,6 +147,9 @@ class Layer(Structure):
         ("place", c_int32),
         ("has_gates", c_int32),
         ("delta", POINTER(Delta)),
+        *((name, c_int32) for name in ("num_kv_heads", "head_dim", "value_dim", "shares_kv")),
+        ("scalar", c_float),
+        ("input", POINTER(LayerInput)),
     )
 
 
@@ -143,8 +165,6 @@ class Model(Structure):
                 "num_layers",
                 "hidden",
                 "num_heads",
-                "num_kv_heads",
-                "head_dim",
                 "inner",
                 "vocab",
                 "embedding_kind",
@@ -155,7 +175,13 @@ class Model(Structure):
         ("num_threads", c_int32),
         *(
             (name, c_int32)
-            for name in ("norms_all_heads", "norms_rotated", "centers_norms", "is_parallel")
+            for name in (
+                "norms_all_heads",
+                "norms_rotated",
+                "centers_norms",
+                "is_parallel",
+                "norms_values",
+            )
         ),
         *(
             (name, c_float)
@@ -166,8 +192,10 @@ class Model(Structure):
                 "logits_multiplier",
                 "logit_cap",
                 "attention_cap",
+                "value_scale",
             )
         ),
+        ("layer_inputs", POINTER(LayerInputs)),
     )
 
 

@@ -73,7 +73,7 @@ def _why_not_transformers(options: EngineOptions) -> str:
 def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
     """Returns the reason why this number of ranks cannot share the heads of the model; "" if they
     can. A rank has whole query heads, and whole KV heads or a copy of one."""
-    if num_ranks > 1 and (why := why_only_torch(model)):
+    if num_ranks > 1 and (why := why_irregular(model)):
         return f"tensor-parallel is {num_ranks}; it must be 1 for this model: {why}"
     num_heads = model.num_attention_heads
     num_kv_heads = model.num_kv_heads
@@ -91,17 +91,20 @@ def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
     )
 
 
-def why_only_torch(model: ModelConfig) -> str:
-    """Returns why only the torch kernels can compute a model; "" if others can, too."""
+def why_irregular(model: ModelConfig) -> str:
+    """Returns in what a model differs from those whose layers all have keys and values of one
+    shape, which adapters, quantized KV and the Triton kernels need; "" if it does not differ."""
     for layer in model.layers:
         if layer.kv_source is not None:
-            return "only the torch kernels share the KV of a layer with later layers"
+            return "some layers read the KV of earlier layers"
         if layer.heads is not None:
-            return "only the torch kernels compute layers with heads of different sizes"
+            return "layers have heads of different sizes"
     if model.value_dim is not None:
-        return "only the torch kernels compute values of another size than keys"
+        return "values have another size than keys"
+    if model.alt_up is not None:
+        return "the residual stream has several copies (AltUp)"
     if model.per_layer_inputs is not None:
-        return "only the torch kernels compute embeddings for each layer"
+        return "tokens have an embedding for each layer"
     return ""
 
 
@@ -120,7 +123,7 @@ def max_context(options: EngineOptions, model: ModelConfig) -> int:
 
 def why_not_kv_dtype(model: ModelConfig, dtype: str) -> str:
     """Returns the reason why the model's KV cannot have this dtype; "" if it can."""
-    if is_quantized(dtype) and (why := why_only_torch(model)):
+    if is_quantized(dtype) and (why := why_irregular(model)):
         return f"the KV dtype {dtype} is not supported for this model: {why}"
     if dtype == "int4" and model.has_states:
         return (

@@ -17,7 +17,7 @@ from tandem.engine.executor.card_dtypes import describe, is_old
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_only_torch
+from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import why_unusable
 
 log = logging.getLogger(__name__)
@@ -80,8 +80,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
 
 def why_not_triton_model(model: ModelConfig) -> str:
     """Returns why the Triton kernels cannot compute a model, or an empty string if they can."""
-    if why := why_only_torch(model):
-        return why
+    if why := why_irregular(model):
+        return f"only the native and torch kernels compute this model: {why}"
     if model.is_parallel or model.centers_norms:
         return "only the native and torch kernels compute LayerNorms and parallel blocks"
     if model.norms_rotated_heads:

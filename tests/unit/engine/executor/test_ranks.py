@@ -17,7 +17,7 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import AdapterUnavailable, ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder
-from tandem.models.limits import why_only_torch
+from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import RankEnded
 from tandem_kernels.sampling import Draw
 from tests.lora_adapters import ALL, describe, write_adapter
@@ -42,7 +42,7 @@ def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFo
     folder = make_tiny_model(family, path, **sizes | kv_heads | more)[0]
     if folder.config.has_states:
         pytest.skip("several ranks cannot share states")
-    if why := why_only_torch(folder.config):
+    if why := why_irregular(folder.config):
         pytest.skip(why)
     return folder
 
