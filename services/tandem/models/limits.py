@@ -73,27 +73,26 @@ def _why_not_transformers(options: EngineOptions) -> str:
 def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
     """Returns the reason why this number of ranks cannot share the heads of the model; "" if they
     can. A rank has whole query heads, and whole KV heads or a copy of one."""
-    if num_ranks > 1 and (why := why_irregular(model)):
-        return f"tensor-parallel is {num_ranks}; it must be 1 for this model: {why}"
     num_heads = model.num_attention_heads
-    num_kv_heads = model.num_kv_heads
+    all_kv_heads = sorted({model.heads_of(layer).num_kv for layer in model.layers})
 
     def can_share(num: int) -> bool:
-        return num_heads % num == 0 and 0 in (num_kv_heads % num, num % num_kv_heads)
+        return num_heads % num == 0 and all(0 in (each % num, num % each) for each in all_kv_heads)
 
     if can_share(num_ranks):
         return ""
     possible = ", ".join(str(num) for num in range(1, num_heads + 1) if can_share(num))
     return (
         f"tensor-parallel is {num_ranks}, but the model's {num_heads} query heads and "
-        f"{num_kv_heads} KV heads cannot be divided among {num_ranks} ranks; possible are "
-        f"{possible}"
+        f"{' or '.join(map(str, all_kv_heads))} KV heads cannot be divided among {num_ranks} "
+        f"ranks; possible are {possible}"
     )
 
 
 def why_irregular(model: ModelConfig) -> str:
     """Returns in what a model differs from those whose layers all have keys and values of one
-    shape, which adapters, quantized KV and the Triton kernels need; "" if it does not differ."""
+    shape; "" if it does not differ. Adapters, quantized KV, the Triton kernels, and torch with
+    several ranks need such layers."""
     for layer in model.layers:
         if layer.kv_source is not None:
             return "some layers read the KV of earlier layers"

@@ -34,6 +34,16 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     """
     if model.implementation == "transformers":
         return "torch"
+    chosen = _choose(config, device, model)
+    if chosen == "torch" and config.tensor_parallel > 1 and (why := why_irregular(model)):
+        raise ConfigError(
+            f"tensor-parallel is {config.tensor_parallel}; with the torch kernels it must be 1 for "
+            f"this model: {why}"
+        )
+    return chosen
+
+
+def _choose(config: EngineConfig, device: torch.device, model: ModelConfig) -> Choice:
     fastest: Choice = "triton" if device.type == "cuda" else "native"
     chosen = fastest if config.kernels == "auto" else config.kernels
     if chosen == "native" and device.type == "cpu" and (reason := why_unusable()):

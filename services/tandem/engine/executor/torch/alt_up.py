@@ -43,7 +43,7 @@ class AltUpStreams:
         """Returns the prediction of each copy: the copy plus a sum of all copies, whose factors
         follow from the active one."""
         num = self._sizes.num
-        modes = self._modes(weights, streams[self._sizes.active])
+        modes = self._modes(weights, self.active(streams))
         factors = self._project(modes, (weights.prediction,)).view(-1, num, num, 1)
         predicted = []
         for at, stream in enumerate(streams):
@@ -53,18 +53,22 @@ class AltUpStreams:
             predicted.append(total + stream)
         return predicted
 
+    def active(self, streams: list[torch.Tensor]) -> torch.Tensor:
+        """Returns the copy that a layer computes."""
+        return streams[self._sizes.active]
+
     def correct(
         self, weights: AltUpWeights, predicted: list[torch.Tensor], computed: torch.Tensor
     ) -> list[torch.Tensor]:
         """Returns the copies after a layer, which has computed the active one."""
         modes = self._modes(weights, computed)
         factors = self._project(modes, (weights.correction,)) + 1.0
-        difference = computed - predicted[self._sizes.active]
+        difference = computed - self.active(predicted)
         return [each + difference * factors[:, at, None] for at, each in enumerate(predicted)]
 
     def selecting(self, weights: AltUpWeights, streams: list[torch.Tensor]) -> torch.Tensor:
         """Returns the tensor [T, hidden] that selects the tokens' embeddings for a layer."""
-        active = streams[self._sizes.active]
+        active = self.active(streams)
         return active * weights.output_scale if self._sizes.scales_output else active
 
     def laurel(self, weights: LaurelWeights, normed: torch.Tensor) -> torch.Tensor:
@@ -84,8 +88,7 @@ class AltUpStreams:
 def sparse_gates(gate: torch.Tensor, sparsity: float) -> torch.Tensor:
     """Returns relu(gate - cutoff). The cutoff of a row is its quantile `sparsity`, if the row is
     normally distributed."""
-    normal = torch.distributions.normal.Normal(0, 1)
-    deviations = normal.icdf(torch.tensor(sparsity)).to(gate.dtype).item()
+    deviations = (torch.erfinv(2 * torch.tensor(sparsity) - 1) * 2**0.5).to(gate.dtype).item()
     mean = gate.mean(-1, keepdim=True)
     deviation = gate.std(-1, keepdim=True, unbiased=False)
     return relu(gate - (mean + deviation * deviations))

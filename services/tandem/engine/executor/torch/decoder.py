@@ -132,7 +132,7 @@ class Decoder:
         for index, (spec, place, layer) in enumerate(layers):
             if alt_up is not None and layer.alt_up is not None:
                 streams = alt_up.predict(layer.alt_up, streams)
-                x = streams[self._config.alt_up.active]
+                x = alt_up.active(streams)
             normed = self._norm_hidden(x, layer.attention_norm)
             pool = pools[place.group]
             projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
