@@ -73,6 +73,8 @@ _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
 
 def shared_mlp(experts: Experts) -> str:
     """Returns the name of the MLP that all tokens use."""
+    if experts.has_own_norms:
+        return "mlp"
     return "mlp.shared_expert" if experts.has_shared_gate else "mlp.shared_experts"
 
 

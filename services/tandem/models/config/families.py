@@ -18,7 +18,7 @@ Linear = Literal[
 Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
 ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4", "granite"]
 Fused = Literal["", "mlp", "all"]
-ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed"]
+ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed", "switched"]
 Indexers = Literal["", "own", "shared"]
 
 
@@ -95,6 +95,7 @@ class Family:
         "granite": the factors in keys such as `embedding_multiplier`;
         "gemma": embeddings are multiplied by the square root of the hidden size, and scores are
             divided by the square root of `query_pre_attn_scalar`;
+        "gemma3n": as "gemma", but scores are not divided;
         "cohere": logits are multiplied by `logit_scale`;
         "falcon_h1": the factors in keys such as `lm_head_multiplier` (falcon_h1.py).
     experts: the naming of the experts' config keys and tensors; empty: there are no experts.
@@ -105,7 +106,8 @@ class Family:
         "types": those that `mlp_layer_types` calls "sparse"; without it, as "from";
         "range": every `moe_layer_interval`-th layer from `moe_layer_start_index` to
             `moe_layer_end_index` (-1: the last layer);
-        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer.
+        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer;
+        "switched": all if `enable_moe_block` is true, else none.
     has_shared_gate: layers with experts have one shared expert, whose output is multiplied by the
         sigmoid of a learned gate.
     has_sigmoids: the score of an expert is the sigmoid of its logit instead of a softmax.
@@ -117,7 +119,9 @@ class Family:
     has_rotary_dim: `rotary_dim` is the number of rotated elements of a head, if nothing else says.
     has_gemma4_layers: the layers are Gemma 4's: those without a window have heads of their own
         (`global_head_dim`), the last ones read the KV of earlier layers (`num_kv_shared_layers`),
-        values are normalized, and each layer has a scalar and may have embeddings of its own.
+        values are normalized, and each layer has a scalar and may have embeddings of its own. Its
+        experts and its dense MLP are side by side, with norms of their own.
+    has_alt_up: the layers are Gemma 3n's (gemma3n.py).
     is_latent: attention is latent (latent.py).
     indexer: the layers that have an indexer, which chooses the tokens to which a query attends
         (indexer.py):
@@ -182,7 +186,7 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     is_length_scaled: bool = False
     activation_key: str = "hidden_act"
-    multipliers: Literal["", "granite", "gemma", "cohere", "falcon_h1"] = ""
+    multipliers: Literal["", "granite", "gemma", "gemma3n", "cohere", "falcon_h1"] = ""
     experts: ExpertForm = ""
     expert_layers: ExpertLayers = "all"
     has_shared_gate: bool = False
@@ -192,6 +196,7 @@ class Family:
     has_mimo_layers: bool = False
     has_rotary_dim: bool = False
     has_gemma4_layers: bool = False
+    has_alt_up: bool = False
     is_latent: bool = False
     indexer: Indexers = ""
     linear: Linear = ""
@@ -947,6 +952,33 @@ FAMILIES: Mapping[str, Family] = {
             "use_qk_norm": True,
         },
     ),
+    "Gemma3nForCausalLM": Family(
+        norms="around",
+        qk_norm="head",
+        windows="pattern",
+        pattern=5,
+        rope_theta=1000000.0,
+        has_rope_by_kind=True,
+        is_length_scaled=True,
+        activation_key="hidden_activation",
+        multipliers="gemma3n",
+        has_caps=True,
+        has_alt_up=True,
+        refuses=("attn_logit_softcapping", "use_bidirectional_attention"),
+        defaults={
+            "altup_active_idx": 0,
+            "altup_num_inputs": 4,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 256,
+            "laurel_rank": 64,
+            "num_kv_shared_layers": 15,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "vocab_size_per_layer_input": 262144,
+        },
+    ),
     "Gemma4ForCausalLM": Family(
         norms="around",
         qk_norm="head",
@@ -959,8 +991,13 @@ FAMILIES: Mapping[str, Family] = {
         multipliers="gemma",
         has_caps=True,
         has_gemma4_layers=True,
-        refuses=("attn_logit_softcapping", "enable_moe_block"),
+        experts="qwen",
+        expert_layers="switched",
+        key_names={"num_experts_per_tok": "top_k_experts"},
+        tensor_names={".router.proj.": ".mlp.gate.", ".experts.": ".mlp.experts."},
+        refuses=("attn_logit_softcapping",),
         demands={
+            "norm_topk_prob": (True,),
             "query_pre_attn_scalar": (1,),
             "use_bidirectional_attention": (None, "vision"),
         },
@@ -969,6 +1006,7 @@ FAMILIES: Mapping[str, Family] = {
             "head_dim": 256,
             "hidden_activation": "gelu_pytorch_tanh",
             "hidden_size_per_layer_input": 256,
+            "norm_topk_prob": True,
             "query_pre_attn_scalar": 1,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

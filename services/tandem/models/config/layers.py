@@ -77,6 +77,8 @@ class LayerSpec:
     lacks_sinks: bool = False  # True: the layer has no attention sinks, although others have.
     # True: values are computed by the matrix of the keys.
     values_are_keys: bool = False
+    # Fraction of the MLP's gates that become 0 if they are normally distributed (gemma3n.py).
+    sparsity: float = 0.0
 
 
 def read_layers(
