@@ -95,7 +95,12 @@ class Engine:
             runner, model_fingerprint, self.layout, self._grammars, self._adapters
         )
         self._tiers = make_tiers(
-            config, self._kv, runner.kv, self._new_sequences.identity, start_thread
+            config,
+            self._kv,
+            runner.kv,
+            self._new_sequences.identity,
+            start_thread,
+            runner.tier_blocks if runner.num_pools > 1 else None,
         )
         self.kept = KeptChains(self._kv, self._tiers, config.kv_pin_share)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from tandem.common.config.engine import EngineConfig
@@ -39,6 +40,12 @@ from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.ranks.members import Members
 from tandem.engine.executor.ranks.pool_bytes import RankPoolBytes
 from tandem.engine.executor.ranks.shared_memory import SharedMemoryCollectives
+from tandem.engine.executor.ranks.tier_copies import (
+    CopyServer,
+    RankBlocks,
+    RankCopies,
+    memory_bytes,
+)
 from tandem.engine.executor.step_tokens import default_step_tokens
 from tandem.engine.executor.torch.steps import DecoderSteps, TorchSteps
 from tandem.engine.executor.weights.kv_scales import fixed_scales
@@ -54,6 +61,7 @@ from tandem.engine.memory import (
 )
 from tandem.engine.runner_protocol import DrawnTokens
 from tandem.engine.scheduler.batch import StepBatch
+from tandem.engine.tiers.storage import Bytes
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
 from tandem.models.limits import check_settings, max_context
@@ -211,12 +219,6 @@ class ModelRunner:
                 "torch"
             )
         self._own_config = Share(rank, config.tensor_parallel).config(model)
-        if self._has_own_pool and config.has_tiers:
-            raise ConfigError(
-                f"KV tiers ({', '.join(config.tiers)}) cannot be used with tensor-parallel "
-                f"{config.tensor_parallel} if each rank has a KV pool of its own, as on GPUs; set "
-                "tensor-parallel to 1, or remove the KV tiers"
-            )
         # Ranks that share a GPU would measure each other's memory.
         self._gpu = (
             GpuMemory(self.device, config) if is_cuda and not config.ranks_share_gpu else None
@@ -453,6 +455,34 @@ class ModelRunner:
                 self._triton.prepare(without_states(self.pools))
         if self._gpu is not None:
             self._gpu.end()
+
+    def tier_blocks(self, config: EngineConfig) -> Sequence[RankBlocks]:
+        """Returns the blocks of the pools of all ranks, through which KV tiers copy them, for each
+        KV group. Only if each rank has a pool. Raises ConfigError."""
+        assert self._members is not None
+        num_bytes = memory_bytes(self.whole_layout, config)
+        fd = self._members.tier_memory_fd
+        memory = np.frombuffer(size_shared(fd, num_bytes), np.uint8)
+        server = self.copy_server(memory)
+        post = self._members.memory.post
+        post(messages.ServeTiers(num_bytes))
+
+        def mark(number: int) -> None:
+            server.mark(number)
+            post(messages.MarkWork(number))
+
+        copies = RankCopies(memory, self._members.tier_pipes, mark)
+        server.start(copies.own_end)
+        return [
+            RankBlocks(copies, number, group.layout.block_bytes)
+            for number, group in enumerate(self.whole_layout.groups)
+        ]
+
+    def copy_server(self, memory: Bytes) -> CopyServer:
+        """Returns what copies this rank's heads between its pools and the memory of the tiers."""
+        return CopyServer(
+            self.kv, self.whole_layout, memory, rank=self.rank, num_ranks=self.num_pools
+        )
 
     def _make_pools(self, layout: KvLayout) -> tuple[torch.Tensor, list[Pool]]:
         """Returns the memory of all pools, and the pools."""
