@@ -4,6 +4,8 @@ transformers. The states of the tiny model last for thousands of tokens (`A_log`
 from __future__ import annotations
 
 from functools import cache
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +99,38 @@ def test_a_second_turn_computes_its_new_tokens_and_at_most_64_more(
     second = [*_PROMPT, *answer, *_PROMPT[:30]]
     (num_cached,) = oracle.check(engine, second)
     assert num_cached == 448  # the last multiple of 64 before the 449 tokens that have KV
+
+
+def test_each_turn_of_a_long_chat_computes_its_new_tokens_and_at_most_64_more(
+    tmp_path: Path,
+) -> None:
+    """The pattern of layers is that of Qwen3-Next. The template ends a prompt with 7 tokens, of
+    which the next prompt has 3, and drops the first 5 tokens of an answer, its reasoning."""
+    layers = {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]}
+    folder, _ = make_tiny_model(
+        "qwen3-next", tmp_path, max_position_embeddings=8192, mlp_only_layers=[], **layers
+    )
+    engine, _ = make(folder, num_blocks=400, max_tokens_per_step=512)
+    tokens = torch.randint(0, 203, (4500,), generator=torch.Generator().manual_seed(2)).tolist()
+    ending = [7, 3, 90, 41, 5, 5, 6]
+    chat, rest = tokens[:3990], tokens[3990:]
+    before: list[int] = []  # the tokens of the turn before
+    for turn in range(7):
+        prompt = [*chat, *ending]
+        outcome = drive_all(engine, make_spec(f"{turn}", prompt, max_tokens=15 + 4 * turn))
+        num_computed = sum(report.num_prefill_tokens for report in outcome.reports)
+        pairs = zip(before, prompt, strict=False)
+        num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        assert num_computed <= len(prompt) - num_common + 64
+        assert num_common > 3990 or not turn
+        answer = outcome.token_ids[f"{turn}"]
+        before = [*prompt, *answer]
+        chat = [*chat, *ending[:3], *answer[5:], *rest[: 17 + 5 * turn]]
+        rest = rest[17 + 5 * turn :]
+    engine.reset_prefix_cache()
+    cold = drive_all(engine, make_spec("cold", prompt, max_tokens=len(answer)))
+    assert cold.token_ids["cold"] == answer
+    assert cold.ends["cold"].num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("destroy", [True, False])
