@@ -95,7 +95,12 @@ class Engine:
             runner, model_fingerprint, self.layout, self._grammars, self._adapters
         )
         self._tiers = make_tiers(
-            config, self._kv, runner.kv, self._new_sequences.identity, start_thread
+            config,
+            self._kv,
+            runner.kv,
+            self._new_sequences.identity,
+            start_thread,
+            runner.tier_blocks if runner.num_pools > 1 else None,
         )
         self.kept = KeptChains(self._kv, self._tiers, config.kv_pin_share)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
@@ -218,6 +223,7 @@ class Engine:
         sequence.advance(sequence.num_missing_tokens)
         sequence.tables.set_sums(sequence.num_tokens, list(sums))
         self._store_full_blocks(sequence)
+        sequence.take_frozen_states(self._kv)
         sequence.append(first_token_id)
         if not self._end_if_over(sequence):
             self._scheduler.start(sequence)

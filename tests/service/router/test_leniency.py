@@ -54,7 +54,7 @@ async def test_what_is_known_and_not_supported_is_refused(router: RunningRouter)
         (
             [5] * 2000,
             200,
-            "the prompt has 2000 tokens, so max_tokens must be at most 48; it is 200",
+            "The prompt has 2000 tokens, so max_tokens must be at most 48, not 200",
         ),
         (" 1x" * 100_000, None, "the prompt has 300000 characters, and may have at most 131072"),
     ],

@@ -347,7 +347,7 @@ NO_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueIt
         ("include", ["file_search_call.results"], "include"),
         ("text", NO_SCHEMA, "text cannot"),
         ("text", {"verbosity": "high"}, "verbosity"),
-        ("reasoning", {"effort": "high"}, "reasoning 'high' is not supported"),
+        ("reasoning", {"effort": "high"}, "does not take reasoning 'high'"),
         ("max_output_tokens", 0, "max_output_tokens must be"),
         ("max_output_tokens", 5000, "max_output_tokens must be at most"),
         ("temperature", 3.0, "temperature must be"),

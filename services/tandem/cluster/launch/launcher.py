@@ -62,9 +62,9 @@ from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, 
 from tandem.common.config.tls import Kind
 from tandem.common.printable import printable
 from tandem.common.process.progress import ProgressRow, Waiting
+from tandem.engine.memory import read_memory, why_too_much, worker_need
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
-from tandem.models.memory import read_memory, why_too_much, worker_need
 from tandem.net.security.keys import KeyRecord
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.control_state import Head

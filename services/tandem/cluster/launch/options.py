@@ -39,9 +39,9 @@ from tandem.common.options import (
     Text,
     to_argv,
 )
+from tandem.engine.memory import worker_need
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
-from tandem.models.memory import worker_need
 from tandem.net.security.access import is_loopback
 
 NUM_CLUSTER_PORTS = 220

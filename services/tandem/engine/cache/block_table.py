@@ -15,10 +15,12 @@ Three examples of a table for 5 blocks of tokens:
     KV budget            own     NULL    NULL    own     own     all tokens see block 0, the sinks
 
 In a state group (layout/kv_groups.py), the table of a sequence has one entry: the slot of its
-running state, which is its own. The table of a chain has the frozen state after the chain's last
-block, as in a group with a window of one block:
+running state, which is its own. A second entry is the slot of a frozen state that is transferred
+with the blocks (`BlockTables.checkpoint`). The table of a chain has the frozen state after the
+chain's last block, as in a group with a window of one block:
 
     state, sequence      own
+    state, transferred   own     stored or own
     state, chain         NULL    NULL    NULL    NULL    stored
 """
 
@@ -59,6 +61,9 @@ class BlockTables:
     kept: list[int] = field(default_factory=list)
     # The numbers of the state groups, if the tables are those of a sequence.
     states: tuple[int, ...] = ()
+    # Number of blocks after which the frozen states are transferred, too. Their slots are the
+    # second entries of the state groups' tables. 0: no frozen state is transferred.
+    checkpoint: int = 0
     # Set if the sequence has a KV budget that works like a sliding window: the layout with this
     # window (`KvLayout.under`).
     budget: KvLayout | None = None

@@ -33,8 +33,8 @@ from typing import IO
 import torch
 
 from tandem.common.config.engine import EngineConfig
+from tandem.engine.memory import pool_option
 from tandem.errors import ConfigError
-from tandem.models.memory import pool_option
 
 log = logging.getLogger(__name__)
 

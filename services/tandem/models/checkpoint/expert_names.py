@@ -60,12 +60,14 @@ _PLACES: dict[ExpertForm, str] = {
     "qwen": "mlp",
     "deepseek": "mlp",
     "llama4": "mlp",
+    "granite": "mlp",
 }
 _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
     "mixtral": ("w1", "w3", "w2"),
     "qwen": ("gate_proj", "up_proj", "down_proj"),
     "deepseek": ("gate_proj", "up_proj", "down_proj"),
     "llama4": ("gate_proj", "up_proj", "down_proj"),
+    "granite": ("gate_proj", "up_proj", "down_proj"),
 }
 
 

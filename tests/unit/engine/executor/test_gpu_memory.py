@@ -390,6 +390,15 @@ class TestLargestStep:
         assert num_blocks == 4 + 3 + 3 + 3
         assert [s.other_tables for s in batch.slices] == [[table] for table in tables]
 
+    def test_each_sequence_has_one_slot_of_a_state_group(self) -> None:
+        batch, num_blocks = largest_step(
+            100, 4, max_model_len=60, block_size=16, blocks_max=100, num_groups=3, state_groups=(2,)
+        )
+        assert num_blocks == 4 + 3 + 3 + 3
+        assert [s.other_tables for s in batch.slices] == [
+            [piece.block_table, [number]] for number, piece in enumerate(batch.slices)
+        ]
+
     @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 513])
     @pytest.mark.parametrize("seqs", [1, 2, 64])
     @pytest.mark.parametrize("max_model_len", [1, 7, 4096])
@@ -428,9 +437,9 @@ class TestRunner:
             return load(*arguments, device=torch.device("cpu"), **named)
 
         monkeypatch.setattr(runner_module, "load_weights", load_weights)
-        folder, _ = make_tiny_model("gemma3", tmp_path / "model")
 
-        def make(**settings: Any) -> ModelRunner:
+        def make(family: str = "gemma3", **settings: Any) -> ModelRunner:
+            folder, _ = make_tiny_model(family, tmp_path / "model")
             config = EngineConfig(
                 model=str(folder.path), device="cuda", kernels="torch", **settings
             )
@@ -469,6 +478,23 @@ class TestRunner:
         assert left - engine.layout.block_bytes < engine.layout.pool_bytes <= left
         engine.close()
         gpu(tmp_path).begin(0, 0)  # the lock is free
+
+    def test_the_scratch_pool_has_a_slot_for_each_sequence(
+        self, on_card: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runner = on_card("qwen3-next", max_num_seqs=5, max_tokens_per_step=90, max_model_len=400)
+        pools = runner._make_pools
+        sizes: list[list[int]] = []
+
+        def make_pools(layout: Any) -> Any:
+            sizes.append(layout.sizes)
+            return pools(layout)
+
+        monkeypatch.setattr(runner, "_make_pools", make_pools)
+        runner.with_pool_size(self.config, 90)
+        ((num_blocks, num_slots),) = sizes
+        assert num_slots == 5
+        assert num_blocks > 25  # the contexts are as long as max_model_len
 
     @pytest.mark.parametrize(
         ("given", "num_blocks"), [({"num_blocks": 9}, 9), ({"kv_bytes_max": 1 << 20}, None)]
