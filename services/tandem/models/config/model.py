@@ -180,7 +180,7 @@ class ModelConfig:
 
     def name_in_files(self, name: str) -> str:
         """Returns the name that a tensor has in checkpoints of the text part alone."""
-        for own, ours in self.tensor_names.items():
+        for own, ours in reversed(self.tensor_names.items()):
             name = name.replace(ours, own)
         return name
 
