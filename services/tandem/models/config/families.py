@@ -576,7 +576,8 @@ FAMILIES: Mapping[str, Family] = {
         is_corrected=True,
         key_names=_LFM_KEYS
         | {"first_k_dense_replace": "num_dense_layers", "n_routed_experts": "num_experts"},
-        tensor_names=_LFM2_NAMES | {".mlp.expert_bias": ".mlp.gate.e_score_correction_bias"},
+        tensor_names={".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias"}
+        | _LFM2_NAMES,
         demands=_NO_GROUPS | {"use_expert_bias": (True,)},
         defaults=_LFM_DEFAULTS
         | {

@@ -6,6 +6,7 @@ raises UnsupportedModel, before any weight is read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -180,9 +181,14 @@ class ModelConfig:
 
     def name_in_files(self, name: str) -> str:
         """Returns the name that a tensor has in checkpoints of the text part alone."""
-        for own, ours in reversed(self.tensor_names.items()):
-            name = name.replace(ours, own)
-        return name
+        in_files = {
+            ours.removesuffix("."): own.removesuffix(".") for own, ours in self.tensor_names.items()
+        }
+        if not in_files:
+            return name
+        # The longest part first, because a shorter one may be a part of it.
+        parts = "|".join(map(re.escape, sorted(in_files, key=len, reverse=True)))
+        return re.sub(rf"(?:{parts})(?![^.])", lambda part: in_files[part[0]], name)
 
     def heads_of(self, layer: LayerSpec) -> Heads:
         """Returns the KV heads of a layer."""
@@ -404,7 +410,10 @@ def _adjusted(config: Mapping[str, Any]) -> int:
 def _tensor_names(config: Mapping[str, Any], family: Family) -> Mapping[str, str]:
     if has_experts(config, family):
         return family.tensor_names
-    return {**family.tensor_names, ".mlp.shared_experts.": ".mlp."}
+    return {
+        own: ours.replace(".mlp.shared_experts.", ".mlp.")
+        for own, ours in family.tensor_names.items()
+    }
 
 
 def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
