@@ -69,6 +69,8 @@ def _attention(family: Family) -> str:
         words = [f"{kind}, {others} in some layers"]
         if family.has_parallel_state:
             words = [f"full beside {kind} in all layers"]
+        if family.has_single_parts:
+            words[0] += ", none in the others"
     if family.has_attention_gates:
         words.append("gates on the output of full attention")
     if family.has_head_gates:
@@ -92,6 +94,8 @@ def _positions(family: Family) -> str:
     words = ["in all layers"]
     if family.has_no_rope_layers:
         words = ["none in some layers"]
+    if family.rope_if == "never":
+        words = ["none"]
     if family.rope_if == "named":
         words = ["in all layers or none, by `position_embedding_type`"]
     if family.rope_if == "given":
@@ -115,6 +119,8 @@ def _norms(family: Family) -> str:
     where = "before and after" if family.norms.startswith("around") else family.norms
     if family.norms == "parallel":
         where = "before attention and the MLP, which are side by side"
+    if family.norms == "single":
+        where = "before each part"
     if family.norms == "after_attention":
         where = "after in layers with attention, before in the others"
     if family.centers_norms:
@@ -139,11 +145,14 @@ def _mlp(family: Family) -> str:
         "from": "dense, then experts",
         "types": "experts in the layers of `mlp_layer_types`",
         "range": "experts in some layers",
+        "kinds": "dense or experts in layers of their own",
         "listed": "experts in some layers",
     }
     words = [layers[family.expert_layers] if family.experts else "dense"]
     if "n_shared_experts" in family.defaults:
         words[0] += " beside a shared MLP"
+    if family.experts == "nemotron":
+        words[0] += " beside a shared MLP, without gates; squares of ReLU"
     if family.experts == "granite":
         words[0] += " beside a shared MLP, or dense"
     if family.has_shared_gate:

@@ -137,6 +137,7 @@ class Layer(Structure):
         ("place", c_int32),
         ("num_gates", c_int32),
         ("has_attention", c_int32),
+        ("has_mlp", c_int32),
         ("state", POINTER(StateLayer)),
     )
 
