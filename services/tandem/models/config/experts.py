@@ -101,8 +101,8 @@ def has_experts(config: Mapping[str, Any], family: Family) -> bool:
 def _are_sparse(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
     """Returns, for each layer, whether it has experts."""
     if family.expert_layers == "kinds":
-        kinds = one_per_layer(config.get("layer_types"), "layer_types", num_layers)
-        return [kind == "moe" for kind in kinds]
+        of_layers = one_per_layer(config.get("layer_types"), "layer_types", num_layers)
+        return [kind == "moe" for kind in of_layers]
     if family.expert_layers == "all":
         return [True] * num_layers
     if family.expert_layers == "steps":
