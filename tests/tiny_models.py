@@ -333,7 +333,7 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "linear_num_key_heads": 3,
             "linear_key_head_dim": 64,
             "attention_bias": True,
-            "rope_parameters": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
             **_NO_PAD,
         },
     ),

@@ -99,7 +99,7 @@ def _positions(family: Family) -> str:
     if family.rope_if == "named":
         words = ["in all layers or none, by `position_embedding_type`"]
     if family.rope_if == "given":
-        words = ["in all layers, or none without `rope_theta`"]
+        words = ["in all layers, or none if `rope_theta` is null"]
     if family.rope_in_windows:
         words = ["in layers with a window"]
     if family.rope_in_windows == "or_all":

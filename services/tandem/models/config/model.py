@@ -429,7 +429,10 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
 
 
 def _activations(family: Family) -> Mapping[str, Activation]:
-    return _UNGATED if family.lacks_gates else _ACTIVATIONS
+    if family.lacks_gates:
+        return _UNGATED
+    # transformers uses the same activation after convolutions, for which only SiLU is supported.
+    return {"silu": "silu", "swish": "silu"} if family.linear else _ACTIVATIONS
 
 
 def _kv_heads(config: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[int, int]:

@@ -57,7 +57,9 @@ def test_sizes_of_olmo_hybrid_that_are_absent() -> None:
     assert (delta.num_key_heads, delta.key_dim, delta.value_dim) == (4, 12, 24)
     assert delta.rate_max == 2.0
     assert [layer.has_attention for layer in config.layers] == [False, False, False, True]
-    assert config.layers[3].rope.theta is None
+    assert config.layers[3].rope.theta == 10000.0
+    assert read(OLMO, rope_parameters={"rope_theta": None}).layers[3].rope.theta is None
+    assert read(OLMO, rope_theta=None).layers[3].rope.theta is None
     given = read(OLMO, rope_theta=10.0, linear_allow_neg_eigval=False)
     assert given.layers[3].rope.theta == 10.0
     assert isinstance(given.layers[0].linear, GatedDelta)
@@ -127,6 +129,7 @@ def test_heads_have_room_for_channels_that_they_cannot_share_equally() -> None:
         (GRANITE, {"layer_types": ["conv", "attention"] * 2}, "layer_types has 'conv'"),
         (GRANITE, {"mamba_d_head": 8}, "mamba_d_head 8; their product must be"),
         (GRANITE, {"mamba_n_groups": 3}, "mamba_n_groups is 3; it must divide"),
+        (GRANITE, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is .*supported are silu"),
         (GRANITE, {"mamba_d_conv": 1}, "mamba_d_conv is 1; it must be at least 2"),
         (GRANITE, {"time_step_limit": [0.0, 0.1]}, "time_step_limit is .* must be .0, Infinity"),
         (FALCON, {"mamba_rms_norm": True}, "mamba_norm_before_gate is true"),
