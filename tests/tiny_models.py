@@ -76,6 +76,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -180,10 +182,9 @@ _CONV = {
     "conv_bias": True,
 }
 _MAMBA = {
-    "mamba_n_heads": 12,
+    "mamba_n_heads": 4,
     "mamba_n_groups": 2,
-    "mamba_d_state": 20,  # 40 channels of B, which 12 heads cannot share equally
-    "mamba_d_head": 16,
+    "mamba_d_state": 21,  # 42 channels of B, which 4 heads cannot share equally
 }
 _GRANITE = {
     "embedding_multiplier": 3.0,
@@ -372,7 +373,7 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "linear_num_key_heads": 3,
             "linear_key_head_dim": 64,
             "attention_bias": True,
-            "rope_parameters": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
             **_NO_PAD,
         },
     ),
@@ -452,6 +453,29 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "mamba_norm_before_gate": False,
             "ssm_out_multiplier": 0.3,
             "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron-h": (
+        NemotronHForCausalLM,
+        NemotronHConfig,
+        {
+            "layers_block_type": [
+                *("linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"),
+            ],
+            "head_dim": 32,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 48,
+            "ssm_state_size": 21,
+            "n_groups": 2,
+            "use_bias": True,
+            "mlp_bias": True,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "moe_shared_expert_intermediate_size": 52,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
         },
     ),
     "lfm2": (

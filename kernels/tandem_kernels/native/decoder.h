@@ -59,10 +59,17 @@ enum Kind : int32_t {
     F8_PAIRS = 18,
 };
 
-enum Activation : int32_t { SILU_GATE = 0, GELU_TANH_GATE = 1, CLAMPED_GATE = 2 };
+// With RELU_SQUARED an MLP has no gates: `gate_up` has only the ups.
+enum Activation : int32_t {
+    SILU_GATE = 0,
+    GELU_TANH_GATE = 1,
+    CLAMPED_GATE = 2,
+    RELU_SQUARED = 3
+};
 
 struct Gating {
     int32_t activation;
+    bool has_gates() const { return activation != RELU_SQUARED; }
     // SILU_GATE: factors on the gate before the activation, and on the result. CLAMPED_GATE: the
     // factor on the gate in the sigmoid, and the limit.
     float alpha, limit;
@@ -189,6 +196,7 @@ struct Layer {  // Norms that the model does not have are null.
     // of its elements. 0: no gates.
     int32_t num_gates;
     int32_t has_attention;    // false: the layer keeps no KV
+    int32_t has_mlp;          // false: the layer has neither an MLP nor experts
     const StateLayer* state;  // null: the layer keeps no state
     // value_dim: numbers of a value that `qkv` computes, at most head_dim. The pool has zeros after
     // them. With latent attention it is head_dim.

@@ -190,7 +190,7 @@ inline float* gate_experts(const Experts& experts, const Rows& rows, int num_pla
     const Routing& routing = rows.routing;
     const Mlp& any = experts.mlps[0];
 #ifdef TANDEM_PAIRS
-    if (kind_of_inputs(any.gate_up.kind) == BF16_PAIRS) {
+    if (kind_of_inputs(any.gate_up.kind) == BF16_PAIRS && any.gate_up.gating.has_gates()) {
         for (int e = 0; e < experts.num; ++e) {
             const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, rows, e);
             if (inputs.num_rows)
@@ -202,7 +202,7 @@ inline float* gate_experts(const Experts& experts, const Rows& rows, int num_pla
         return rows.projected;
     }
 #endif
-    const size_t width = 2 * static_cast<size_t>(any.down.in);
+    const size_t width = gate_up_width(any);
     multiply_experts(experts, &Mlp::gate_up, rows.routed, rows, {rows.projected, width, Into::kSet},
                      team);
     team.wait();

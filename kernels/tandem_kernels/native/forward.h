@@ -148,6 +148,14 @@ void place_row(const Model& model, const Layer& layer, const Step& step, int row
 }
 
 inline void gate_row(const float* gate_up, const Gating& gating, const InputRow& to) {
+    if (!gating.has_gates()) {
+        for (int at = 0; at < to.in; at += kLanes) {
+            const int num = std::min(kLanes, to.in - at);
+            const Floats up = max(load_some(gate_up + at, num), Floats{});
+            to.put(at, up * up, num);
+        }
+        return;
+    }
     const float *gate = gate_up, *up = gate_up + to.in;
     int at = 0;
     for (; at + kLanes <= to.in; at += kLanes)
@@ -309,6 +317,7 @@ namespace tandem::TANDEM_ISA {
 inline void store_kv(const Model& model, const Step& step, int index, const Rows& rows,
                      const Team& team) {
     const Layer& layer = model.layers[index];
+    if (!layer.has_attention && layer.state == nullptr) return;
     const size_t width = projected_width(model, layer);
     const Inputs normed = inputs_of(layer.qkv, rows.input, step.num_rows, rows.rounded);
     team.each(step.num_rows, [&](int row) {
@@ -344,12 +353,17 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     rows.laps->end(PLACE, team.own_thread);
 }
 
+// Returns the number of gates and ups of a row.
+inline size_t gate_up_width(const Mlp& mlp) {
+    return (mlp.gate_up.gating.has_gates() ? 2 : 1) * static_cast<size_t>(mlp.down.in);
+}
+
 // Computes activation(gate) * up, the input of the MLP's down product.
 inline Inputs gate_all(const Model& model, int index, const Step& step, const Inputs& normed,
                        const Rows& rows, const Team& team) {
     const Mlp& mlp = model.layers[index].mlp;
 #ifdef TANDEM_PAIRS
-    if (kind_of_inputs(mlp.gate_up.kind) == BF16_PAIRS) {
+    if (kind_of_inputs(mlp.gate_up.kind) == BF16_PAIRS && mlp.gate_up.gating.has_gates()) {
         Inputs gated = inputs_of(mlp.down, rows.projected, step.num_rows, rows.rounded);
         gated.added = added_gates(model, rows.lora, index, normed, team);
         gate(mlp.gate_up, normed, gated, team);
@@ -359,7 +373,7 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
     }
 #endif
     const Inputs gated = inputs_of(mlp.down, rows.input, step.num_rows, rows.rounded);
-    const size_t width = 2 * static_cast<size_t>(mlp.down.in);
+    const size_t width = gate_up_width(mlp);
     const Output projected{rows.projected, width, Into::kSet};
     linear(mlp.gate_up, normed, projected, team);
     team.wait();
@@ -446,10 +460,10 @@ inline void add_parallel(const Model& model, int index, const Step& step, const 
     add_product(model, layer.mlp.down, gated, nullptr, DOWN, rows, index, &LoraLayer::down, team);
 }
 
-// Computes attention and the MLP or experts, and adds them to the residual stream.
-inline void finish_layer(const Model& model, const Step& step, int index, const Rows& rows,
-                         const std::vector<Item>& items, const BlockSums& sums, float* buffer,
-                         const Team& team) {
+// Computes attention, and returns its outputs and those of the part that has a state.
+inline Inputs attend_layer(const Model& model, const Step& step, int index, const Rows& rows,
+                           const std::vector<Item>& items, const BlockSums& sums, float* buffer,
+                           const Team& team) {
     const Layer& layer = model.layers[index];
     const bool is_latent = layer.latent != nullptr;
     const float* const queries = is_latent ? rows.queries : rows.projected;
@@ -468,9 +482,21 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
         rows.laps->end(ATTENTION, team.own_thread);
     }
     if (is_latent) attended = values_of_heads(model, index, step, rows, buffer, team);
-    if (model.is_parallel) return add_parallel(model, index, step, attended, rows, team);
-    add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
-                index, &LoraLayer::attention_out, team);
+    return attended;
+}
+
+// Computes attention and the MLP or experts, and adds them to the residual stream.
+inline void finish_layer(const Model& model, const Step& step, int index, const Rows& rows,
+                         const std::vector<Item>& items, const BlockSums& sums, float* buffer,
+                         const Team& team) {
+    const Layer& layer = model.layers[index];
+    if (layer.has_attention || layer.state != nullptr) {
+        const Inputs attended = attend_layer(model, step, index, rows, items, sums, buffer, team);
+        if (model.is_parallel) return add_parallel(model, index, step, attended, rows, team);
+        add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT,
+                    rows, index, &LoraLayer::attention_out, team);
+    }
+    if (!layer.has_mlp) return;
     if (layer.experts != nullptr)
         add_experts(model, index, step, rows, team);
     else

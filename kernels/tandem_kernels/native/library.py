@@ -156,6 +156,7 @@ class Layer(Structure):
         ("place", c_int32),
         ("num_gates", c_int32),
         ("has_attention", c_int32),
+        ("has_mlp", c_int32),
         ("state", POINTER(StateLayer)),
         *((name, c_int32) for name in ("num_kv_heads", "head_dim", "value_dim", "shares_kv")),
         ("scalar", c_float),

@@ -150,11 +150,10 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             layer |= _state_shapes(spec.linear, hidden)
         if spec.has_attention:
             layer |= _attention_shapes(config, spec, f"model.layers.{i}", stored)
-        layer |= (
-            names.shapes(spec.experts, hidden)
-            if spec.experts
-            else _mlp_shapes(config, inner=spec.inner or 0)
-        )
+        if spec.experts:
+            layer |= names.shapes(spec.experts, hidden)
+        elif spec.has_mlp:
+            layer |= _mlp_shapes(config, inner=spec.inner or 0)
         if config.has_layer_scalars:
             layer["layer_scalar"] = (1,)
         if config.per_layer_inputs is not None:
@@ -181,6 +180,9 @@ def _num_experts(config: ModelConfig) -> int:
 
 def norm_names(config: ModelConfig, spec: LayerSpec) -> dict[str, str]:
     """Maps the fields of `LayerWeights` that are norms of a layer to their names in checkpoints."""
+    mixes = spec.has_attention or spec.linear is not None
+    if config.norms == "single":
+        return {"attention_norm" if mixes else "mlp_norm": "norm"}
     if config.norms != "after_attention":
         return NORMS[config.norms]
     return NORMS["after" if spec.has_attention else "before"]
@@ -354,6 +356,8 @@ def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shape
     linears = {f"{name}.down_proj": (hidden, inner, has_bias)}
     if config.has_fused_mlp:
         linears[f"{name}.gate_up_proj"] = (2 * inner, hidden, has_bias)
+    elif not config.has_gates:
+        linears[f"{name}.up_proj"] = (inner, hidden, has_bias)
     else:
         linears[f"{name}.gate_proj"] = linears[f"{name}.up_proj"] = (inner, hidden, has_bias)
     return _linear_shapes(linears)

@@ -68,11 +68,13 @@ def read_experts(
         raise UnsupportedModel(
             f"num_experts_per_tok is {top_k}; it must be at most the number of experts, {num}"
         )
-    is_deepseek = family.experts == "deepseek"
-    has_own_size = family.experts in ("qwen", "deepseek", "llama4")
+    is_deepseek = family.experts in ("deepseek", "nemotron")
+    has_own_size = family.experts in ("qwen", "deepseek", "llama4", "nemotron")
     inner = size(config, "moe_intermediate_size" if has_own_size else "intermediate_size")
     has_shared = "n_shared_experts" in family.defaults
     shared_inner = inner * size(config, "n_shared_experts") if has_shared else 0
+    if family.experts == "nemotron":
+        shared_inner = size(config, "moe_shared_expert_intermediate_size")
     if family.experts == "granite":
         shared_inner = size(config, "shared_intermediate_size")
     if family.has_shared_gate:
@@ -103,6 +105,9 @@ def has_experts(config: Mapping[str, Any], family: Family) -> bool:
 
 def _are_sparse(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
     """Returns, for each layer, whether it has experts."""
+    if family.expert_layers == "kinds":
+        of_layers = one_per_layer(config.get("layer_types"), "layer_types", num_layers)
+        return [kind == "moe" for kind in of_layers]
     if family.expert_layers in ("all", "switched"):
         return [True] * num_layers
     if family.expert_layers == "steps":
@@ -163,6 +168,6 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
 
 
 def _num_experts_key(config: Mapping[str, Any], family: Family) -> str:
-    if family.experts in ("deepseek", "llama4"):
+    if family.experts in ("deepseek", "llama4", "nemotron"):
         return "n_routed_experts"
     return "num_experts" if "num_experts" in config else "num_local_experts"

@@ -29,19 +29,21 @@ from tandem.models.config.gemma4 import (
     with_gemma4_layers,
 )
 from tandem.models.config.latent import Latent, read_latent
-from tandem.models.config.layers import Heads, LayerSpec, read_layers
+from tandem.models.config.layers import Heads, LayerSpec, kinds_of_pattern, read_layers
 from tandem.models.config.quantization import has_kv_scales, read_quantization
 from tandem.models.config.quantization_scheme import Quantization
 from tandem.models.config.rope import read_ropes
 from tandem.models.config.text_part import names_in_model, text_config
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 Implementation = Literal["tandem", "transformers"]
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+# Activations of MLPs without gates.
+_UNGATED: Mapping[str, Activation] = {"relu2": "relu2"}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -200,6 +202,11 @@ class ModelConfig:
         return self.norms == "parallel"
 
     @property
+    def has_gates(self) -> bool:
+        """False: MLPs and experts are down . activation(up)."""
+        return self.activation != "relu2"
+
+    @property
     def norms_rotated_heads(self) -> bool:
         """True: q and k are normalized after RoPE."""
         return self.qk_norm in ("rotated", "rotated_plain")
@@ -277,7 +284,7 @@ class ModelConfig:
             norms=family.norms,
             norm_offset=family.norm_offset,
             centers_norms=family.centers_norms,
-            activation=_ACTIVATIONS[config.get(family.activation_key, "silu")],
+            activation=_activations(family)[config.get(family.activation_key, "silu")],
             multipliers=_multipliers(config, family, hidden_size),
             logit_cap=_cap(config, family, "final_logit_softcapping"),
             attention_cap=_cap(config, family, "attn_logit_softcapping"),
@@ -386,6 +393,11 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         filled.setdefault("partial_rotary_factor", share)
     if family.has_mimo_layers and config.get("sliding_window_size") is not None:
         filled["sliding_window"] = size(config, "sliding_window_size") + 1
+    pattern = config.get("hybrid_override_pattern")
+    if family.has_single_parts and filled.get("layer_types") is None and pattern is not None:
+        filled["layer_types"] = kinds_of_pattern(pattern)
+    if family.has_single_parts and isinstance(filled.get("layer_types"), list):
+        filled["num_hidden_layers"] = len(filled["layer_types"])
     if not has_experts(filled, family):
         filled["intermediate_size"] = filled["shared_intermediate_size"]
     if "block_auto_adjust_ff_dim" in family.defaults and flag(filled, "block_auto_adjust_ff_dim"):
@@ -427,10 +439,10 @@ def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
 
 def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     activation = config.get(family.activation_key, "silu")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _activations(family):
         raise UnsupportedModel(
             f"{family.activation_key} is {activation!r:.80}, which is not supported; supported are "
-            f"{', '.join(_ACTIVATIONS)}"
+            f"{', '.join(_activations(family))}"
         )
     if not flag(config, "is_causal", True):
         raise UnsupportedModel(
@@ -445,6 +457,13 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
                 f"{key} is {config[key]!r:.80}, which is not supported; supported are "
                 f"{', '.join(map(str, allowed))}"
             )
+
+
+def _activations(family: Family) -> Mapping[str, Activation]:
+    if family.lacks_gates:
+        return _UNGATED
+    # transformers uses the same activation after convolutions, for which only SiLU is supported.
+    return {"silu": "silu", "swish": "silu"} if family.linear else _ACTIVATIONS
 
 
 def _kv_heads(config: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[int, int]:

@@ -93,7 +93,11 @@ from tandem_kernels.sampling import Draw, sample
 from tandem_kernels.state_pool import Pool, StatePool
 
 _HEAD_MAX = 512  # the largest head size that kv_int4.h supports
-_ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "gelu_tanh": Activation.GELU_TANH,
+    "relu2": Activation.RELU_SQUARED,
+}
 # The fields num_first and num_last of a Span (decoder.h) for a sequence without a KV budget.
 # num_last = 0 means that a query attends to all keys.
 _ALL_KEYS = (0, 0)
@@ -343,10 +347,8 @@ class NativeDecoder:
             sinks=self._packer.floats(weights.sinks),
             mlp_norm=self._packer.floats(weights.mlp_norm),
             mlp_post_norm=self._packer.floats(weights.mlp_post_norm),
-            qkv=self._packer.matrix(weights.qkv if gate is None else (*weights.qkv, gate)),
             projected_factors=self._packer.floats(weights.projected_factors),
             num_gates=0 if gate is None else len(gate.weight),
-            attention_out=self._packer.matrix((weights.attention_out,)),
             rope=self._angles.number_of(spec),
             window=-(spec.window or 0) if spec.is_chunked else spec.window or 0,
             has_attention=place is not None,
@@ -355,7 +357,11 @@ class NativeDecoder:
             value_dim=self._config.value_dim or heads.dim,
             shares_kv=spec.kv_source is not None,
             scalar=1.0 if weights.scalar is None else weights.scalar.item(),
+            has_mlp=weights.mlp is not None,
         )
+        if weights.attention_out is not None:
+            layer.qkv = self._packer.matrix(weights.qkv if gate is None else (*weights.qkv, gate))
+            layer.attention_out = self._packer.matrix((weights.attention_out,))
         if place is not None:
             layer.group, layer.place = place
         if weights.layer_inputs is not None:
@@ -372,7 +378,7 @@ class NativeDecoder:
             layer.experts = pointer(self._experts(spec.experts, weights.mlp, weights.mlp_norm))
             if weights.mlp.shared is not None:
                 layer.mlp = self._mlp(weights.mlp.shared)
-        else:
+        elif weights.mlp is not None:
             layer.mlp = self._mlp(weights.mlp)
         return layer
 
@@ -476,7 +482,8 @@ class NativeDecoder:
         return experts
 
     def _mlp(self, weights: MlpWeights) -> Mlp:
-        gate_up = self._packer.gate_up(weights.gate_up)
+        pack = self._packer.gate_up if self._config.has_gates else self._packer.matrix
+        gate_up = pack(weights.gate_up)
         gate_up.gating = _gating(self._config)
         return Mlp(gate_up=gate_up, down=self._packer.matrix((weights.down,)))
 

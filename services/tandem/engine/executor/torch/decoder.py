@@ -16,7 +16,7 @@ The decoder works on tensors and the KV pool. It knows neither sequences nor sch
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from tandem.engine.cache.layout.kv_groups import layer_places, state_places
 from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
@@ -139,73 +139,82 @@ class Decoder:
             if alt_up is not None and layer.alt_up is not None:
                 streams = alt_up.predict(layer.alt_up, streams)
                 x = alt_up.active(streams)
-            normed = self._norm_hidden(x, layer.attention_norm)
-            projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
-            if layer.projected_factors is not None:
-                projected = (projected * layer.projected_factors).to(projected.dtype)
             tell_written = on_kv_written if index + 1 == self._config.num_layers else None
-            if state_place is not None:
-                states = pools[state_place.group]
-                assert isinstance(states, StatePool)
-                assert spec.linear is not None
-                assert layer.state is not None
-                num_own = 0 if place is None else self._config.num_qkv
-                of_state = self._state(
-                    spec.linear,
-                    layer.state,
-                    projected[:, num_own:],
-                    states.matrices(state_place.number),
-                    states.convs(state_place.number),
-                    inputs.state_spans[state_place.group],
-                )
-                projected = projected[:, :num_own]
-            if place is not None:
-                pool = kv_pools[place.group]
-                angles = all_angles[spec.rope, self._rope_dim(spec)]
-                query_latents = None
-                if layer.latent is None:
-                    heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
-                else:
-                    query_latents, heads = self._latent_heads(
-                        index, layer.latent, projected, angles, inputs.num_tokens, lora
-                    )
-                queries, keys, values = heads
-                if (factor := factors[spec.rope]) is not None:
-                    queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
-                if spec.kv_source is None:
-                    pool.write(place.number, inputs.token_rows[place.group], keys, values)
-                if indexers is not None:
-                    indexers.write_keys(index, layer.indexer, normed, angles)
-            if tell_written is not None and self._ranks is ALONE:
-                tell_written()
-            if place is not None:
-                choice = None
-                if indexers is not None:
-                    choice = indexers.choice(index, layer.indexer, normed, query_latents, angles)
-                attend = attentions[place.group, spec.window, spec.is_chunked]
-                attended = attend(place.number, queries, layer.sinks, choice)
-                attended = attended[..., : self._config.value_dim]
-            if layer.latent is not None:
-                latents = attended[..., : layer.latent.values.shape[-1]]
-                attended = self._kernels.linear_of_heads(latents, layer.latent.values)
-                attended = lora.add_of_heads(index, "latent_values", attended, latents)
-            if state_place is not None:
-                attended = (
-                    of_state if place is None else torch.cat((attended.flatten(1), of_state), 1)
-                )
-            attended = attended.flatten(1)
-            if layer.attention_gate is not None:
-                gates = self._project(normed, (layer.attention_gate,))
-                gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
-                attended = attended * torch.sigmoid(gates)
-            share = self._out(index, "attention_out", layer.attention_out, attended, lora)
-            delta = whole_of(self._ranks, self._config.hidden_size, share)
-            if tell_written is not None and self._ranks is not ALONE:
-                tell_written()
             before = x
-            x = self._added(x, delta, layer.attention_post_norm)
-            if alt_up is not None and layer.laurel is not None:
-                x = (x + alt_up.laurel(layer.laurel, normed)) * 2**-0.5
+            if place is None and state_place is None:
+                if tell_written is not None:
+                    tell_written()
+            else:
+                normed = self._norm_hidden(x, layer.attention_norm)
+                projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
+                if layer.projected_factors is not None:
+                    projected = (projected * layer.projected_factors).to(projected.dtype)
+                if state_place is not None:
+                    states = pools[state_place.group]
+                    assert isinstance(states, StatePool)
+                    assert spec.linear is not None
+                    assert layer.state is not None
+                    num_own = 0 if place is None else self._config.num_qkv
+                    of_state = self._state(
+                        spec.linear,
+                        layer.state,
+                        projected[:, num_own:],
+                        states.matrices(state_place.number),
+                        states.convs(state_place.number),
+                        inputs.state_spans[state_place.group],
+                    )
+                    projected = projected[:, :num_own]
+                if place is not None:
+                    pool = kv_pools[place.group]
+                    angles = all_angles[spec.rope, self._rope_dim(spec)]
+                    query_latents = None
+                    if layer.latent is None:
+                        heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
+                    else:
+                        query_latents, heads = self._latent_heads(
+                            index, layer.latent, projected, angles, inputs.num_tokens, lora
+                        )
+                    queries, keys, values = heads
+                    if (factor := factors[spec.rope]) is not None:
+                        queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
+                    if spec.kv_source is None:
+                        pool.write(place.number, inputs.token_rows[place.group], keys, values)
+                    if indexers is not None:
+                        indexers.write_keys(index, layer.indexer, normed, angles)
+                if tell_written is not None and self._ranks is ALONE:
+                    tell_written()
+                if place is not None:
+                    choice = None
+                    if indexers is not None:
+                        choice = indexers.choice(
+                            index, layer.indexer, normed, query_latents, angles
+                        )
+                    attend = attentions[place.group, spec.window, spec.is_chunked]
+                    attended = attend(place.number, queries, layer.sinks, choice)
+                    attended = attended[..., : self._config.value_dim]
+                if layer.latent is not None:
+                    latents = attended[..., : layer.latent.values.shape[-1]]
+                    attended = self._kernels.linear_of_heads(latents, layer.latent.values)
+                    attended = lora.add_of_heads(index, "latent_values", attended, latents)
+                if state_place is not None:
+                    attended = (
+                        of_state if place is None else torch.cat((attended.flatten(1), of_state), 1)
+                    )
+                attended = attended.flatten(1)
+                if layer.attention_gate is not None:
+                    gates = self._project(normed, (layer.attention_gate,))
+                    gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
+                    attended = attended * torch.sigmoid(gates)
+                assert layer.attention_out is not None
+                share = self._out(index, "attention_out", layer.attention_out, attended, lora)
+                delta = whole_of(self._ranks, self._config.hidden_size, share)
+                if tell_written is not None and self._ranks is not ALONE:
+                    tell_written()
+                x = self._added(x, delta, layer.attention_post_norm)
+                if alt_up is not None and layer.laurel is not None:
+                    x = (x + alt_up.laurel(layer.laurel, normed)) * 2**-0.5
+            if layer.mlp is None:
+                continue
             normed = self._norm_hidden(before if self._config.is_parallel else x, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
                 share = self._mlp(index, layer.mlp, normed, lora, sparsity=spec.sparsity)
@@ -457,6 +466,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Returns this rank's share of the output; all of it if this rank has the whole MLP."""
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
+        if not self._config.has_gates:
+            return self._project(relu(gate_up).square(), (mlp.down,))
         gate, up = gate_up.chunk(2, dim=-1)
         if self._ranks is not ALONE and not is_whole:
             # The bits of an activation function depend on whether torch computes an element in a

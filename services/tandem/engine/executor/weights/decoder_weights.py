@@ -44,7 +44,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    gate_up: tuple[Linear, ...]  # two matrices, gate and up, or one matrix with the rows of both
+    # two matrices, gate and up, or one matrix with the rows of both; without gates only up
+    gate_up: tuple[Linear, ...]
     down: Linear
 
 
@@ -172,11 +173,11 @@ class LayerWeights:
     #                       a [value heads] each
     #   Mamba 2             z [outputs], the channels of the convolution, and dt [heads]
     #   short convolution   B, C and x [channels] each
-    # If the layer has attention, too, q, k and v come first.
+    # If the layer has attention, too, q, k and v come first. A layer that is only an MLP has none.
     qkv: tuple[Linear, ...]
     # [hidden, outputs of attention or of the state]; with both, those of attention come first
-    attention_out: Linear
-    mlp: Mlp | ExpertWeights
+    attention_out: Linear | None  # None: the layer is only an MLP
+    mlp: Mlp | ExpertWeights | None  # None: the layer has no MLP
     attention_norm: torch.Tensor | None = None  # the norm before attention
     attention_post_norm: torch.Tensor | None = None  # applied to the output of attention
     mlp_norm: torch.Tensor | None = None

@@ -56,7 +56,7 @@ def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
     """Returns the router's matrix [experts, hidden]. It is float32 if transformers computes the
     router of this model family in float32."""
     name = f"{layer}.{names.router}"
-    if names.form == "deepseek":
+    if names.form in ("deepseek", "nemotron"):
         return Linear(tensors.floats(f"{name}.weight"), None)
     return tensors.with_bias(Linear(tensors.tensor(f"{name}.weight"), None), f"{name}.bias")
 
@@ -84,8 +84,8 @@ def _products(
         return gate_ups, downs
     parts = [[f"{layer}.{part}" for part in names.parts(i)] for i in range(num)]
     return (
-        _apart(tensors, [(gate, up) for gate, up, _ in parts]),
-        _apart(tensors, [(down,) for _, _, down in parts]),
+        _apart(tensors, [tuple(first) for *first, _ in parts]),
+        _apart(tensors, [(down,) for *_, down in parts]),
     )
 
 

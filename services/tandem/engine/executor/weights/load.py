@@ -246,7 +246,11 @@ class _Builder:
     def layer(self, name: str, spec: LayerSpec) -> LayerWeights:
         attention = f"{name}.self_attn"
         tensors = self._tensors
-        mlp = self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp")
+        mlp: Mlp | ExpertWeights | None = None
+        if spec.experts:
+            mlp = self._experts(name, spec.experts)
+        elif spec.has_mlp:
+            mlp = self._mlp(f"{name}.mlp")
         norms: dict[str, Any] = {
             field: self.norm(f"{name}.{stored}.weight")
             for field, stored in norm_names(self._config, spec).items()
@@ -265,6 +269,8 @@ class _Builder:
                 projected_factors=self._projected_factors(spec.linear),
                 **norms,
             )
+        if not spec.has_attention:
+            return LayerWeights(qkv=(), attention_out=None, mlp=mlp, **norms)
         if self._config.qk_norm == "rotated_plain" and spec.rope.theta is not None:
             norms["q_norm"] = norms["k_norm"] = self._tensors.ones(self._config.head_dim)
         elif self._config.qk_norm and self._config.qk_norm != "rotated_plain":
@@ -491,6 +497,8 @@ class _Builder:
     def _mlp(self, name: str) -> Mlp:
         if self._config.has_fused_mlp:
             gate_up: tuple[Linear, ...] = (self._tensors.linear(f"{name}.gate_up_proj"),)
+        elif not self._config.has_gates:
+            gate_up = (self._tensors.linear(f"{name}.up_proj"),)
         else:
             gate_up = self._tensors.joined(f"{name}.gate_proj", f"{name}.up_proj")
         return Mlp(gate_up, self._tensors.linear(f"{name}.down_proj"))
