@@ -1,5 +1,6 @@
 """Each family produces transformers' tokens and log probabilities on real workers: one that
-computes everything, and a pair whose decode worker pulls the prompt's blocks by NIXL.
+computes everything, and a pair whose decode worker pulls the prompt's blocks by NIXL. Sparse
+attention does so in the other ways, too.
 
 Chunks have odd sizes, and each prompt is sent twice: the second time its KV is cached.
 """
@@ -26,29 +27,41 @@ _PROMPTS = [
     torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (150, 157, 97, 30)
 ]
+_ONLY_TORCH = ("llama-small-heads", "gemma4", "mimo-v2", "deepseek-v3.2", "glm5")
+_USUAL = ("aggregated", "nixl")
 _CASES = [
     pytest.param(
         family,
         kernels,
+        _USUAL,
         marks=[] if (family, kernels) == (_IN_CI, "native") else pytest.mark.slow,
     )
     for family in FAMILIES
     for kernels in ("native", "torch")
-    # the native kernels need multiples of 16, and heads of one size
-    if kernels != "native" or not family.startswith(("llama-small-heads", "gemma4", "mimo-v2"))
+    # the native kernels need multiples of 16, heads of one size, and no indexers
+    if kernels != "native" or not family.startswith(_ONLY_TORCH)
+] + [
+    # A way of its own for a model with indexers, whose keys are a further part of its KV.
+    pytest.param(
+        "glm5", "torch", (name,), id=f"glm5-{name}", marks=[pytest.mark.slow] * (name != "nixl")
+    )
+    for name in ("nixl", "grpc", "preempted", "migrated")
 ]
 
 
-@pytest.mark.parametrize(("family", "kernels"), _CASES)
-def test_aggregated_and_pulled_by_nixl_and_warm(
-    family: str, kernels: str, redis_server: EmbeddedRedis, tmp_path: Path
+@pytest.mark.parametrize(("family", "kernels", "names"), _CASES)
+def test_aggregated_and_pulled_and_warm(
+    family: str,
+    kernels: str,
+    names: tuple[str, ...],
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     stored, model = make_tiny_model(family, folder)
     sent = [_make_request(prompt) for prompt in _PROMPTS]
     options = ("--kernels", kernels, "--max-tokens-per-step", str(_CHUNK))
-    names = ("aggregated", "nixl")
     with start_ways(redis_server, tmp_path, str(folder), *options, names=names) as ways:
         with all_disturbed(ways):
             cold = asyncio.run(send_all_ways(ways, sent))
@@ -57,6 +70,8 @@ def test_aggregated_and_pulled_by_nixl_and_warm(
         for one, first, again in zip(sent, cold[name], warm[name], strict=True):
             for answer in (first, again):
                 _check(model, one, answer)
+            if name == "preempted":
+                continue  # the pool is too small to keep all prompts
             assert _num_cached(first) == 0
             num_tokens = len(one[1]["prompt"])
             # A request resumes after a frozen state, at a multiple of 64.
