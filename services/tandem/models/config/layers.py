@@ -108,6 +108,11 @@ def read_layers(
             number(config, "attn_scale", 0.1), size(config, "floor_scale"), offset=1
         )
         no_rope = replace(NO_ROPE, query_scaling=scaling)
+    indexers = read_indexers(config, family, num_layers, ropes[_FULL])
+    # MiniMax M3: dense MLPs have a size of their own.
+    dense_inner = None
+    if "dense_intermediate_size" in family.defaults:
+        dense_inner = size(config, "dense_intermediate_size")
     return tuple(
         LayerSpec(
             rope=ropes[_SLIDING if slides else _FULL] if has_rope else no_rope,
@@ -118,14 +123,15 @@ def read_layers(
             experts=experts,
             linear=of_layer,
             indexer=indexer,
-            shares_choice=bool(family.indexer) and indexer is None,
+            shares_choice=family.indexer == "shared" and indexer is None,
+            inner=dense_inner if experts is None else None,
         )
         for slides, has_rope, experts, of_layer, indexer in zip(
             slide,
             have_rope,
             read_experts(config, family, num_layers),
             linear,
-            read_indexers(config, family, num_layers),
+            indexers,
             strict=True,
         )
     )
