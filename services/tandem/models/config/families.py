@@ -828,7 +828,10 @@ FAMILIES: Mapping[str, Family] = {
                 ".block_sparse_moe.gate.e_score_correction_bias"
             ),
             ".block_sparse_moe.shared_experts.": ".mlp.shared_experts.",
-            ".self_attn.index_": ".self_attn.indexer.",
+            **{
+                f".self_attn.index_{part}.": f".self_attn.indexer.{part}."
+                for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+            },
         },
         defaults={
             "dense_intermediate_size": 12288,

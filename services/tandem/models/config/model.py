@@ -6,7 +6,6 @@ raises UnsupportedModel, before any weight is read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -185,14 +184,15 @@ class ModelConfig:
 
     def name_in_files(self, name: str) -> str:
         """Returns the name that a tensor has in checkpoints of the text part alone."""
-        in_files = {
-            ours.removesuffix("."): own.removesuffix(".") for own, ours in self.tensor_names.items()
-        }
-        if not in_files:
-            return name
-        # The longest part first, because a shorter one may be a part of it.
-        parts = "|".join(map(re.escape, sorted(in_files, key=len, reverse=True)))
-        return re.sub(rf"(?:{parts})(?![^.])", lambda part: in_files[part[0]], name)
+        # The longest part first, because a shorter one may be a part of it. A number stands for a
+        # replaced part until the end, so that no part is replaced twice. The dots around a part
+        # belong to its neighbours, too.
+        rules = sorted(self.tensor_names.items(), key=lambda rule: -len(rule[1]))
+        for index, (_, ours) in enumerate(rules):
+            name = name.replace(ours, ours.replace(ours.strip("."), f"<{index}>"))
+        for index, (own, _) in enumerate(rules):
+            name = name.replace(f"<{index}>", own.strip("."))
+        return name
 
     def heads_of(self, layer: LayerSpec) -> Heads:
         """Returns the KV heads of a layer."""
