@@ -268,7 +268,11 @@ namespace tandem::TANDEM_ISA {
 
 // Returns the size of a row in `projected`.
 inline size_t projected_width(const Model& model, const Layer& layer) {
-    if (layer.latent != nullptr || layer.delta != nullptr || layer.has_gates) return layer.qkv.out;
+    if (layer.latent != nullptr || layer.delta != nullptr || layer.has_gates) {
+        size_t width = 0;
+        for (const Matrix* part = &layer.qkv; part != nullptr; part = part->rest) width += part->out;
+        return width;
+    }
     return static_cast<size_t>(model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
 }
 
@@ -461,7 +465,8 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     int attended = model.num_heads * model.head_dim;
     for (int index = 0; index < model.num_layers; ++index) {
         const Layer& layer = model.layers[index];
-        if (layer.delta != nullptr || layer.has_gates) heads = std::max(heads, layer.qkv.out);
+        if (layer.delta != nullptr || layer.has_gates)
+            heads = std::max(heads, static_cast<int>(projected_width(model, layer)));
         if (layer.delta != nullptr) attended = std::max(attended, layer.attention_out.in);
     }
     const int inner = model.inner, hidden = model.hidden;

@@ -24,10 +24,11 @@ matrices are ordered by key head: for each key head q, k, v and z, and b and a. 
 all heads come first, then their k, then v.
 
 name                                  shape                                         present
-linear_attn.in_proj_qkvz.weight       [channels + value heads * value dim, hidden]  joined
+linear_attn.in_proj_qkvz.weight       [channels + value heads * value dim, hidden]  joined, not in
+                                                                                    newer GGUF files
 linear_attn.in_proj_ba.weight         [2 * value heads, hidden]                     joined
-linear_attn.in_proj_qkv.weight        [channels, hidden]                            not joined
-linear_attn.in_proj_z.weight          [value heads * value dim, hidden]             not joined
+linear_attn.in_proj_qkv.weight        [channels, hidden]                            otherwise
+linear_attn.in_proj_z.weight          [value heads * value dim, hidden]             otherwise
 linear_attn.in_proj_{b,a}.weight      [value heads, hidden]                         not joined
 linear_attn.conv1d.weight             [channels, 1, kernel]
 linear_attn.A_log, linear_attn.dt_bias  [value heads]
@@ -101,7 +102,7 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
         )
     for i, spec in enumerate(config.layers):
         layer = _norm_shapes(config) | (
-            _delta_shapes(spec.linear, hidden)
+            _delta_shapes(spec.linear, hidden, f"model.layers.{i}.linear_attn", stored)
             if spec.linear
             else _attention_shapes(config, spec, f"model.layers.{i}", stored)
         )
@@ -133,16 +134,17 @@ def _norm_shapes(config: ModelConfig) -> Shapes:
     return {f"{name}.weight": (config.hidden_size,) for name in NORMS[config.norms].values()}
 
 
-def _delta_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
+def _delta_shapes(sizes: GatedDelta, hidden: int, layer: str, stored: Collection[str]) -> Shapes:
+    """Returns the shapes of a layer's linear attention: the table in this module's docstring. The
+    names in `stored` decide whether q, k, v and z are one matrix."""
     num_values = sizes.num_value_heads * sizes.value_dim
-    outputs = {
-        "qkv": sizes.num_channels,
-        "z": num_values,
-        "b": sizes.num_value_heads,
-        "a": sizes.num_value_heads,
-    }
+    outputs = {"qkv": sizes.num_channels, "z": num_values}
+    if sizes.is_joined and f"{layer}.in_proj_qkv.weight" not in stored:
+        outputs = {"qkvz": sizes.num_channels + num_values}
     if sizes.is_joined:
-        outputs = {"qkvz": sizes.num_channels + num_values, "ba": 2 * sizes.num_value_heads}
+        outputs["ba"] = 2 * sizes.num_value_heads
+    else:
+        outputs |= dict.fromkeys("ba", sizes.num_value_heads)
     return {
         f"linear_attn.in_proj_{name}.weight": (num, hidden) for name, num in outputs.items()
     } | {
