@@ -283,7 +283,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen35moe": (
         "qwen3_5_moe_text",
         _LINEAR | _SHARED_EXPERTS,
-        _OF_LINEAR | _OF_SHARED_EXPERTS,
+        _OF_LINEAR | _OF_SHARED_EXPERTS | {"rope.dimension_sections": [3, 3, 2, 0]},
     ),
     "glm4": (
         "glm4",
@@ -370,6 +370,11 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "exaone4": ("exaone4", _WINDOWS, _OF_WINDOWS),
+    "exaone4-full": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, **_NO_PAD},
+        {},
+    ),
     "cohere2": (
         "cohere2",
         _WINDOWS | {"logit_scale": 0.3, "layer_norm_eps": 1e-3, "head_dim": 16},
