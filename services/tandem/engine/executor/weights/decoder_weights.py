@@ -108,9 +108,10 @@ class LayerWeights:
     norms. In these families, the norms in this class include the offset and are in float32."""
 
     # The matrices q, k and v, or one matrix with the rows of all three. With latent attention, two
-    # matrices: the first computes the queries or the latent of the queries, the second the KV. With
-    # linear attention, four matrices: the channels of the convolution [channels, hidden], the
-    # output gates z [value heads * value dim, hidden], and b and a [value heads, hidden] each.
+    # matrices, or one with the rows of both: the first computes the queries or the latent of the
+    # queries, the second the KV. With linear attention, four matrices: the channels of the
+    # convolution [channels, hidden], the output gates z [value heads * value dim, hidden], and b
+    # and a [value heads, hidden] each.
     qkv: tuple[Linear, ...]
     attention_out: Linear
     mlp: Mlp | ExpertWeights
