@@ -66,8 +66,6 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
         return why_not_native(model)
     if chosen != "triton":
         return ""
-    if model.has_states:
-        return "layers with linear attention are not supported"
     if model.latent is not None and config.kv_dtype == "int8":
         return "only the native and torch kernels read int8 KV of latent attention"
     if config.kv_dtype in ("k8v4", "int4"):

@@ -7,6 +7,7 @@
     attention                    attention.py, or latent.py for latent attention
     silu(gate) * up              one kernel
     experts                      experts.py
+    linear attention             delta.py
 
 The decoder only creates views and launches kernels. It never waits for the device, so a CUDA graph
 can record a step.
@@ -29,6 +30,7 @@ from tandem.engine.executor.torch.decoder import (
 )
 from tandem.engine.executor.torch.lora import NO_LORA, AddsLora, ProductName
 from tandem.engine.executor.triton.attention import HeadAttention, LayerStep
+from tandem.engine.executor.triton.delta import delta_layer
 from tandem.engine.executor.triton.experts import StackedExperts
 from tandem.engine.executor.triton.inputs import StepViews
 from tandem.engine.executor.triton.latent import LatentAttention
@@ -45,6 +47,7 @@ from tandem.models.config.experts import Experts
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
+from tandem_kernels.state_pool import Pool, StatePool
 from tandem_kernels.triton.activation import gated_mul
 from tandem_kernels.triton.expert_choice import choose_experts
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
@@ -89,7 +92,7 @@ class TritonDecoder:
     def forward(
         self,
         step: StepViews,
-        pools: Sequence[KvPool],
+        pools: Sequence[Pool],
         on_kv_launched: Callable[[], object] = _nothing,
         lora: AddsLora = NO_LORA,
         out: torch.Tensor | None = None,
@@ -116,23 +119,43 @@ class TritonDecoder:
         layers = zip(specs, self._places, self._weights.layers, self._experts, strict=True)
         for index, (spec, place, layer, stacked) in enumerate(layers):
             normed = self._add_norm(x, delta, post_norm, layer.attention_norm)
-            layer_kv = pools[place.group].layer(place.number)
+            pool = pools[place.group]
             is_last = index + 1 == self._config.num_layers
-            attended = self._attention.attend(
-                self._project_qkv(normed, index, layer, lora),
-                LayerStep(
+            tell_launched = on_kv_launched if is_last and self._ranks is ALONE else _nothing
+            projected = self._project_qkv(normed, index, layer, lora)
+            if spec.linear is not None:
+                assert isinstance(pool, StatePool)
+                assert layer.delta is not None
+                attended = delta_layer(
+                    spec.linear,
+                    layer.delta,
+                    projected,
                     step,
-                    layer,
-                    spec.window,
                     place.group,
-                    layer_kv,
-                    angles[spec.rope],
-                    factors[spec.rope],
-                    index,
-                    lora,
-                ),
-                on_kv_launched if is_last and self._ranks is ALONE else _nothing,
-            )
+                    pool.matrices(place.number),
+                    pool.convs(place.number),
+                    self._config.rms_norm_eps,
+                )
+                tell_launched()
+            else:
+                assert isinstance(pool, KvPool)
+                attended = self._attention.attend(
+                    projected,
+                    LayerStep(
+                        step,
+                        layer,
+                        spec.window,
+                        place.group,
+                        pool.layer(place.number),
+                        angles[spec.rope],
+                        factors[spec.rope],
+                        index,
+                        lora,
+                    ),
+                    tell_launched,
+                )
+            if layer.attention_gate is not None:
+                attended = attended * torch.sigmoid(product(normed, layer.attention_gate))
             delta = whole_of(
                 self._ranks,
                 self._config.hidden_size,
@@ -210,6 +233,8 @@ class TritonDecoder:
             correction=weights.correction,
         )
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
+        if shared is not None and weights.shared_gate is not None:
+            shared = shared * torch.sigmoid(product(x, weights.shared_gate))
         if share.splits_experts:
             first = share.of(experts.num).start
             own = stacked.mix(x, chosen, shares, self._gated, None, first, experts.num)

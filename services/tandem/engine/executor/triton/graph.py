@@ -51,10 +51,11 @@ class StepGraph:
         them. The caller has set the lengths of contexts, which are at most `context_len` tokens,
         and the chunks.
 
-        The run stores no KV in the pool of `num_blocks` blocks.
+        The run stores no KV in the pool of `num_blocks` blocks, and changes no state.
         """
         views = self.views
         views.slots.fill_(-1)
+        views.states.zero_()
         # The blocks of one sequence after those of the sequence before, as far as there are blocks.
         width = -(-context_len // block_size)
         firsts = torch.arange(views.shape.num_seqs)[:, None] * width

@@ -36,11 +36,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm4": {},  # pairs of neighbours rotated in a part of each head
     "ministral3": {"max_position_embeddings": 64},  # queries scaled by position
     "ernie4.5-moe": {},  # softmaxes with a correction
+    "qwen3-next": {},  # Gated DeltaNet, gates of attention and of shared MLPs
 }
 OTHERS = (
     *("deepseek-v2-groups", "deepseek-v3-halves", "mixtral", "qwen3-moe", "mistral-window"),
     *("olmo3", "glm", "glm4-moe", "glm4-moe-lite", "seed-oss", "ernie4.5", "hy-v3"),
-    *("minimax-m2", "exaone4", "mistral4"),
+    *("minimax-m2", "exaone4", "mistral4", "qwen3.5", "qwen3.5-moe"),
 )
 
 
