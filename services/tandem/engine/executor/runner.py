@@ -199,6 +199,8 @@ class ModelRunner:
             self.why_no_budgets = "some layers of the model keep a state in place of KV"
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
+        # Native ranks write their logits to their columns of one array, which rank 0 reads.
+        self.shards_logits = kernels != "native" and config.tensor_parallel > 1
         self._drawn = HostTokens([])
         self._num_seqs_max = config.max_num_seqs
         is_cuda = self.device.type == "cuda"

@@ -20,6 +20,7 @@ from torch.nn.functional import gelu, silu
 
 from tandem.engine.cache.layout.kv_groups import layer_places
 from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
+from tandem.engine.executor.sharded_logits import whole_logits
 from tandem.engine.executor.torch.inputs import StepInputs
 from tandem.engine.executor.torch.lora import NO_LORA, ProductName, StepLora
 from tandem.engine.executor.weights.decoder_weights import (
@@ -185,7 +186,7 @@ class Decoder:
                 x = x + self._layer_input(layer.layer_inputs, x, layer_inputs[:, index])
             if layer.scalar is not None:
                 x = x * layer.scalar
-        return self._logits(x, inputs.logit_rows)
+        return self._logits(x, inputs.logit_rows, inputs.top_k)
 
     def _rope_dim(self, spec: LayerSpec) -> int:
         """Returns the number of elements of a head that RoPE may rotate."""
@@ -419,14 +420,22 @@ class Decoder:
         whole = self._ranks.sum(out.to(x.dtype))
         return whole if shared is None else whole + whole_of(self._ranks, width, shared)
 
-    def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _logits(self, x: torch.Tensor, rows: torch.Tensor, top_k: int) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple
         last = x[torch.nn.functional.pad(rows, (0, num_padding))]
         normed = self._norm_hidden(last, self._weights.final_norm)
         self.final_hidden = normed[: rows.shape[0]]
         output = Linear(self._weights.output, None, self._weights.output_blocks)
-        logits = self._ranks.gather(self._project(normed, (output,)), self._config.vocab_size)
-        return final_logits(self._config, logits[: rows.shape[0]].float())
+        own = self._project(normed, (output,))[: rows.shape[0]]
+        if self._ranks is ALONE:
+            return final_logits(self._config, own.float())
+        # The bits of tanh depend on the element's place in a vector, so it is applied to all logits
+        # at once. Equal logits after it may be different ones before.
+        if top_k and self._config.logit_cap is None:
+            logits = final_logits(self._config, own.float())
+            return whole_logits(self._ranks, logits, self._config.vocab_size, top_k)
+        logits = whole_logits(self._ranks, own, self._config.vocab_size)
+        return final_logits(self._config, logits.float())
 
     def _added(
         self, x: torch.Tensor, delta: torch.Tensor, post_norm: torch.Tensor | None

@@ -98,7 +98,8 @@ class TritonDecoder:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes a step. Writes the tokens' KV to `pools`, one pool for each KV group. Returns
-        fp32 logits [rows of step.logit_rows, vocab]: in `out` if it is given.
+        this rank's share of the fp32 logits, [rows of step.logit_rows, share of the vocabulary]: in
+        `out` if it is given.
 
         `on_kv_launched` is called when all kernels that write KV are launched; with several ranks,
         when this rank has also heard from all others after theirs.
@@ -178,7 +179,7 @@ class TritonDecoder:
         final = self._add_norm(x[rows], delta[rows], post_norm, self._weights.final_norm)
         self.final_hidden = final
         output = Linear(self._weights.output, None, self._weights.output_blocks)
-        logits = self._ranks.gather(product(final, output), self._config.vocab_size)
+        logits = product(final, output)
         logits = logits.float() if out is None else out.copy_(logits)
         return final_logits(self._config, logits)
 

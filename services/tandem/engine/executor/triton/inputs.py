@@ -265,14 +265,12 @@ class DecodeRows:
         if views.shape.num_states:
             states = views.states.numpy()
             states[:] = 0
-            of_groups = zip(
-                *(s.block_tables[views.shape.num_groups :] for s in slices), strict=True
-            )
             states[0, rows] = rows
             states[1, rows] = 1
             states[2, rows] = places
-            for i, tables in enumerate(of_groups):
-                states[3 + i, rows] = [table[0] for table in tables]
+            for number in range(views.shape.num_states):
+                group = views.shape.num_groups + number
+                states[3 + number, rows] = [piece.block_tables[group][0] for piece in slices]
         slots = views.slots.numpy()
         slots[:] = -1
         for group in range(views.shape.num_groups):

@@ -10,6 +10,7 @@ import torch
 from triton import knobs
 
 from tandem.engine.executor.collectives import ALONE, Collectives
+from tandem.engine.executor.sharded_logits import whole_logits
 from tandem.engine.executor.torch.lora import NO_LORA
 from tandem.engine.executor.triton.decode_graphs import DecodeGraphs
 from tandem.engine.executor.triton.decoder import TritonDecoder
@@ -128,7 +129,8 @@ class TritonSteps:
         if device.type == "cuda":
             self._tune_chunks(pools, num_blocks)
         if self._has_graphs:
-            logits = self._max_num_seqs + CHUNKS_MAX, self._vocab_size
+            own_vocab = len(self._ranks.share.of(self._vocab_size))
+            logits = self._max_num_seqs + CHUNKS_MAX, own_vocab
             recording = Recording(
                 lambda views, out: self._forward_ahead(views, pools, out),
                 torch.empty(logits, dtype=torch.float32, device=device),
@@ -242,7 +244,9 @@ class TritonSteps:
             if written is not None:
                 written.synchronize()
             on_kv_written()
-        return logits
+        if self._ranks is ALONE:
+            return logits
+        return whole_logits(self._ranks, logits, self._vocab_size, batch.top_k)
 
     def _forward_ahead(
         self, views: StepViews, pools: Sequence[Pool], out: torch.Tensor
