@@ -16,6 +16,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.card_dtypes import describe, is_old
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_only_torch
 from tandem_kernels.native.library import why_unusable
@@ -38,18 +39,19 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     chosen = fastest if config.kernels == "auto" else config.kernels
     if chosen == "native" and device.type == "cpu" and (reason := why_unusable()):
         raise ConfigError(
-            f"{reason}. Run `make` in the repository, or install the package again, or use "
-            "kernels=torch, which needs no native kernels but is many times slower"
+            f"{reason}. Run `make` in the repository, or install the package again. kernels=torch "
+            "needs no native kernels, but is many times slower"
         )
     reason = _why_not(chosen, config, device, model)
     if reason and config.kernels != "auto":
         raise ConfigError(f"kernels={chosen} cannot be used here: {reason}")
     if config.weights == "int8" and (reason or chosen != "native"):
         why = reason or f"the kernels here are {chosen}"
-        raise ConfigError(f"weights=int8 needs the native kernels: {why}")
+        raise ConfigError(f"weights=int8 needs native kernels: {why}")
     if reason:
         log.warning(
-            "the torch kernels are used, which are several times slower than the %s kernels (%s)",
+            "the %s kernels cannot be used here: %s. The torch kernels are used and are several "
+            "times slower",
             chosen,
             reason,
         )
@@ -80,6 +82,16 @@ def why_not_triton_model(model: ModelConfig) -> str:
     """Returns why the Triton kernels cannot compute a model, or an empty string if they can."""
     if why := why_only_torch(model):
         return why
+    for layer in model.layers:
+        linear = layer.linear
+        if linear is None:
+            continue
+        if not isinstance(linear, GatedDelta) or linear.rate_max != 1.0 or layer.has_attention:
+            return "of layers that keep a state, the triton kernels compute only Gated DeltaNet"
+        if any(num % linear.num_heads for num in linear.sections):
+            return "the triton kernels need convolutions of which all heads have as many channels"
+    if model.layer_factors is not None:
+        return "only the native and torch kernels multiply the products of layers by factors"
     if model.is_parallel or model.centers_norms:
         return "only the native and torch kernels compute LayerNorms and parallel blocks"
     if model.norms_rotated_heads:

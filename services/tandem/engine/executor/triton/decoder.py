@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from tandem.engine.cache.layout.kv_groups import layer_places
+from tandem.engine.cache.layout.kv_groups import layer_places, state_places
 from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
 from tandem.engine.executor.torch.decoder import (
     embedding_multiplier,
@@ -44,6 +44,7 @@ from tandem.engine.executor.weights.decoder_weights import (
 )
 from tandem.engine.executor.weights.expand import embedded
 from tandem.models.config.experts import Experts
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
@@ -78,6 +79,7 @@ class TritonDecoder:
             else LatentAttention(config.latent, max_model_len)
         )
         self._places = layer_places(config)
+        self._state_places = state_places(config)
         device = weights.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
@@ -117,28 +119,34 @@ class TritonDecoder:
             x = x * self._embedding_multiplier
         delta: torch.Tensor | None = None
         post_norm: torch.Tensor | None = None  # the norm of delta
-        layers = zip(specs, self._places, self._weights.layers, self._experts, strict=True)
-        for index, (spec, place, layer, stacked) in enumerate(layers):
+        layers = zip(
+            *(specs, self._places, self._state_places, self._weights.layers, self._experts),
+            strict=True,
+        )
+        for index, (spec, place, state_place, layer, stacked) in enumerate(layers):
             normed = self._add_norm(x, delta, post_norm, layer.attention_norm)
-            pool = pools[place.group]
             is_last = index + 1 == self._config.num_layers
             tell_launched = on_kv_launched if is_last and self._ranks is ALONE else _nothing
             projected = self._project_qkv(normed, index, layer, lora)
-            if spec.linear is not None:
-                assert isinstance(pool, StatePool)
-                assert layer.delta is not None
+            if state_place is not None:
+                states = pools[state_place.group]
+                assert isinstance(states, StatePool)
+                assert isinstance(spec.linear, GatedDelta)
+                assert layer.state is not None
                 attended = delta_layer(
                     spec.linear,
-                    layer.delta,
+                    layer.state,
                     projected,
                     step,
-                    place.group,
-                    pool.matrices(place.number),
-                    pool.convs(place.number),
+                    state_place.group,
+                    states.matrices(state_place.number),
+                    states.convs(state_place.number),
                     self._config.rms_norm_eps,
                 )
                 tell_launched()
             else:
+                assert place is not None
+                pool = pools[place.group]
                 assert isinstance(pool, KvPool)
                 attended = self._attention.attend(
                     projected,
@@ -156,7 +164,9 @@ class TritonDecoder:
                     tell_launched,
                 )
             if layer.attention_gate is not None:
-                attended = attended * torch.sigmoid(product(normed, layer.attention_gate))
+                gates = product(normed, layer.attention_gate)
+                gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
+                attended = attended * torch.sigmoid(gates)
             delta = whole_of(
                 self._ranks,
                 self._config.hidden_size,

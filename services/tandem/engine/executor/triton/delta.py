@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from tandem.engine.executor.triton.inputs import StepViews
-from tandem.engine.executor.weights.decoder_weights import DeltaWeights
+from tandem.engine.executor.weights.decoder_weights import StateWeights
 from tandem.models.config.linear_attention import GatedDelta
 from tandem_kernels.triton.causal_conv import causal_conv1d
 from tandem_kernels.triton.gated_norm import gated_rms_norm
@@ -23,7 +23,7 @@ from tandem_kernels.triton.state_spans import DeviceSpans
 
 def delta_layer(
     sizes: GatedDelta,
-    weights: DeltaWeights,
+    weights: StateWeights,
     projected: torch.Tensor,
     step: StepViews,
     group: int,
@@ -52,7 +52,7 @@ def delta_layer(
 
 def _attended(
     sizes: GatedDelta,
-    weights: DeltaWeights,
+    weights: StateWeights,
     projected: torch.Tensor,
     spans: DeviceSpans,
     states: torch.Tensor,
@@ -60,16 +60,19 @@ def _attended(
     eps: float,
 ) -> torch.Tensor:
     """Returns [rows, value heads, value dim] for the rows of single tokens or of chunks."""
-    num_heads = sizes.num_value_heads
+    num_heads = sizes.num_heads
+    assert weights.a_log is not None
+    assert weights.dt_bias is not None
+    assert weights.norm is not None
     channels, z, b, a = torch.split(
-        projected, [sizes.num_channels, num_heads * sizes.value_dim, num_heads, num_heads], 1
+        projected, [sizes.num_channels, sizes.num_outputs, num_heads, num_heads], 1
     )
     q, k, v = (
         causal_conv1d(x, taps, None, inputs, spans, has_silu=True)
         for x, taps, inputs in zip(
             torch.split(channels, sizes.sections, 1),
             torch.split(weights.conv, sizes.sections),
-            torch.split(conv_states, [num // num_heads for num in sizes.sections], -1),
+            torch.split(conv_states, sizes.head_sections, -1),
             strict=True,
         )
     )
@@ -85,4 +88,5 @@ def _attended(
         states,
         spans,
     )
+    eps = eps if sizes.norm_eps is None else sizes.norm_eps
     return gated_rms_norm(out, z.view(len(z), num_heads, -1), weights.norm, eps)
