@@ -18,7 +18,7 @@ from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_only_torch
+from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import why_unusable
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,16 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     """
     if model.implementation == "transformers":
         return "torch"
+    chosen = _choose(config, device, model)
+    if chosen == "torch" and config.tensor_parallel > 1 and (why := why_irregular(model)):
+        raise ConfigError(
+            f"tensor-parallel is {config.tensor_parallel}; with the torch kernels it must be 1 for "
+            f"this model: {why}"
+        )
+    return chosen
+
+
+def _choose(config: EngineConfig, device: torch.device, model: ModelConfig) -> Choice:
     fastest: Choice = "triton" if device.type == "cuda" else "native"
     chosen = fastest if config.kernels == "auto" else config.kernels
     if chosen == "native" and device.type == "cpu" and (reason := why_unusable()):
@@ -80,10 +90,12 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
 
 def why_not_triton_model(model: ModelConfig) -> str:
     """Returns why the Triton kernels cannot compute a model, or an empty string if they can."""
-    if why := why_only_torch(model):
-        return why
+    if why := why_irregular(model):
+        return f"only the native and torch kernels compute this model: {why}"
     for layer in model.layers:
         linear = layer.linear
+        if not layer.has_mlp or not (layer.has_attention or linear):
+            return "the triton kernels need attention or a state, and an MLP, in each layer"
         if linear is None:
             continue
         if not isinstance(linear, GatedDelta) or linear.rate_max != 1.0 or layer.has_attention:

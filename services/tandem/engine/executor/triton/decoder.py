@@ -124,6 +124,8 @@ class TritonDecoder:
             strict=True,
         )
         for index, (spec, place, state_place, layer, stacked) in enumerate(layers):
+            assert layer.attention_out is not None
+            assert layer.mlp is not None
             normed = self._add_norm(x, delta, post_norm, layer.attention_norm)
             is_last = index + 1 == self._config.num_layers
             tell_launched = on_kv_launched if is_last and self._ranks is ALONE else _nothing
