@@ -67,6 +67,7 @@ NUM_WARPS = {
     "_shrink": lora.NUM_WARPS,
     "_expand": lora.NUM_WARPS,
     "_choose_experts": expert_choice.NUM_WARPS,
+    "_scan_rows": linear_attention.NUM_WARPS,
     "_prepare_chunks": linear_attention.NUM_WARPS,
     "_solve_chunks": linear_attention.NUM_WARPS,
     "_scan_chunks": linear_attention.NUM_WARPS,
