@@ -121,7 +121,7 @@ class Decoder:
         indexers = None
         if self._config.index_keys is not None:
             (attend,) = attentions.values()
-            indexers = StepIndexers(specs, self._kernels, attend, kv_pools[0], inputs)
+            indexers = StepIndexers(self._config, self._kernels, attend, kv_pools[0], inputs)
         all_angles = {
             key: rotary_angles(inputs.positions, *tables)
             for key, tables in self._frequencies.items()

@@ -483,6 +483,13 @@ class _Builder:
 
     def _indexer(self, name: str, indexer: Indexer) -> IndexerWeights:
         tensors = self._tensors
+        if indexer.block_size is not None:
+            return IndexerWeights(
+                queries=tensors.tensor(f"{name}.q_proj.weight"),
+                keys=tensors.tensor(f"{name}.k_proj.weight"),
+                key_norm=self.norm(f"{name}.k_norm.weight"),
+                query_norm=self.norm(f"{name}.q_norm.weight"),
+            )
         order = indexer_rows(indexer)
         keys = tensors.tensor(f"{name}.wk.weight")
         order = order.to(keys.device)
@@ -498,7 +505,8 @@ class _Builder:
         )
 
     def _mlp(self, name: str) -> Mlp:
-        if self._config.has_fused_mlp:
+        is_fused = self._config.may_fuse_mlp and f"{name}.gate_up_proj.weight" in self._tensors
+        if self._config.has_fused_mlp or is_fused:
             gate_up: tuple[Linear, ...] = (self._tensors.linear(f"{name}.gate_up_proj"),)
         elif not self._config.has_gates:
             gate_up = (self._tensors.linear(f"{name}.up_proj"),)
