@@ -47,6 +47,7 @@ from tandem.engine.executor.weights.rotary_rows import (
 from tandem.engine.executor.weights.share import (
     WHOLE,
     Share,
+    joined_parts,
     joined_products,
     share_of_layer,
     share_of_outputs,
@@ -282,6 +283,8 @@ class _Builder:
         if self._config.latent is not None:
             parts = token_products(self._config.latent)
             qkv = tuple(self._of_latent(f"{attention}.{part}", rows) for part, rows in parts)
+            if not tensors.is_mapped(f"{attention}.{parts[0][0]}.weight"):
+                qkv = joined_parts(qkv)
             latent = self._latent(attention, self._config.latent)
         elif self._config.has_fused_qkv:
             qkv = self._rotary_first((tensors.linear(f"{attention}.qkv_proj"),), spec)
