@@ -15,11 +15,12 @@ threads, because all matrix products have one shape and all sums have one order:
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tandem_kernels.attention_groups import AttentionGroup, QuerySpan, make_groups
+from tandem_kernels.key_choice import Choice
 from tandem_kernels.kv_cache import KvPool
 
 ROW_TILE = 16
@@ -61,22 +62,42 @@ class InvariantPagedAttention:
         groups = make_groups(spans, pool, padded_to, window)
         self._parts = [self._tiled(group, window, chunk) for group in groups]
 
+    @property
+    def groups(self) -> list[AttentionGroup]:
+        return [part.group for part in self._parts]
+
     def __call__(
-        self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        choice: Choice | None = None,
     ) -> torch.Tensor:
         """Returns the attention output for queries [T, heads, D], in the same shape. The K and V of
-        the step's tokens must already be in the pool. `sinks` is [heads].
+        the step's tokens must already be in the pool. `sinks` is [heads]. With `choice`, queries
+        attend only to the chosen keys.
         """
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         scaled = queries * self._scale
         if sinks is not None:
             sinks = sinks.view(-1, self._group_size)
-        for part in self._parts:
+        for number, part in enumerate(self._parts):
             group = part.group
             rows = slice(group.first_row, group.first_row + group.num_rows)
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs)
-            attend = self._attend_one_query if group.num_queries == 1 else self._attend_chunk
-            attend(part, scaled[rows], kv, sinks, out[rows])
+            if group.num_queries == 1:
+                if choice is not None:
+                    part = replace(part, hidden=self._hidden_of_tiles(choice[number]))
+                self._attend_one_query(part, scaled[rows], kv, sinks, out[rows])
+                continue
+            of_heads = [part] * self._pool.num_kv_heads
+            if choice is not None:
+                chosen = choice[number].expand(-1, self._pool.num_kv_heads, -1, -1)
+                of_heads = [
+                    replace(part, hidden=self._hidden_of_rows(chosen[0, head]))
+                    for head in range(self._pool.num_kv_heads)
+                ]
+            self._attend_chunk(of_heads, scaled[rows], kv, sinks, out[rows])
         return out
 
     def _attend_one_query(
@@ -110,14 +131,14 @@ class InvariantPagedAttention:
 
     def _attend_chunk(
         self,
-        part: _TiledGroup,
+        of_heads: Sequence[_TiledGroup],
         queries: torch.Tensor,
         kv: torch.Tensor,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Writes the attention output for queries [n, heads, D] of one sequence to `out`. Computes
-        one KV head after the other."""
+        one KV head after the other. `of_heads` has the sequence with the mask of each KV head."""
         num_queries, _, head_dim = queries.shape
         shape = (num_queries, self._pool.num_kv_heads, self._group_size, head_dim)
         by_head = queries.view(shape).transpose(0, 1).reshape(shape[1], 1, -1, head_dim)
@@ -129,12 +150,26 @@ class InvariantPagedAttention:
             if sinks is not None:
                 by_query = sinks[head].repeat(num_queries).view(1, -1, 1)
                 row_sinks = _padded_rows(by_query).view(-1, ROW_TILE)
+            part = of_heads[head]
             result, weights = _attend_tiles(part, tiles, keys, values, self._cap, row_sinks)
             used = result.view(-1, head_dim)[: num_queries * self._group_size]
             if (shares := part.group.shares[0]) is not None:
                 head_weights = weights()[: num_queries * self._group_size]
                 shares.add(head_weights.view(num_queries, self._group_size, -1))
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
+
+    def _hidden_of_tiles(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Returns `_TiledGroup.hidden` for sequences with one query each and chosen keys,
+        [B, 1 or KV heads, 1, padded context]."""
+        by_head = ~chosen.expand(-1, self._pool.num_kv_heads, -1, -1).flatten(0, 2)
+        return _in_tiles(by_head.repeat_interleave(self._tiles_per_query * ROW_TILE, 0))
+
+    def _hidden_of_rows(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Returns `_TiledGroup.hidden` for the queries of one sequence and chosen keys of a KV
+        head, [num_queries, padded context]."""
+        by_row = (~chosen).repeat_interleave(self._group_size, 0)
+        padding = -len(by_row) % ROW_TILE
+        return _in_tiles(torch.cat((by_row, by_row[-1:].expand(padding, -1))))
 
     def _tiled(self, group: AttentionGroup, window: int | None, chunk: int | None) -> _TiledGroup:
         """Creates the mask of a group, and finds the row tiles that attend to each key tile.
@@ -167,6 +202,23 @@ class InvariantPagedAttention:
                 visible.amax(1).cummax(0).values, firsts, right=True
             ).tolist(),
         )
+
+
+def _in_tiles(hidden: torch.Tensor) -> torch.Tensor:
+    """Returns a mask [rows, padded context] as [key tiles, N, 16, 64]."""
+    num_key_tiles = hidden.shape[1] // KEY_TILE
+    return hidden.view(-1, ROW_TILE, num_key_tiles, KEY_TILE).permute(2, 0, 1, 3)
+
+
+def scores_invariant(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Returns the products [B, n, K] of queries [B, n, D] and keys [B, K, D]. K must be a multiple
+    of 64. The bits of a product depend neither on the other queries nor on the other keys."""
+    rows = _padded_rows(queries)
+    tiles = rows.view(-1, ROW_TILE, rows.shape[-1])
+    keys = keys.repeat_interleave(rows.shape[1] // ROW_TILE, 0)
+    key_tiles = torch.split(keys, KEY_TILE, 1)
+    out = torch.cat([torch.bmm(tiles, tile.transpose(1, 2)) for tile in key_tiles], -1)
+    return out.view(*rows.shape[:2], -1)[:, : queries.shape[1]]
 
 
 def _padded_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -404,6 +404,6 @@ def test_a_kill_during_the_load_leaves_no_process_and_allows_a_restart(
         text = worker.log.read_text()
         assert "Traceback" not in text
         if killed == "rank":
-            assert "rank 1 of the engine ended with status -9 while it loaded" in text
+            assert "rank 1 of the engine ended with status -9 during loading" in text
     finally:
         cluster.close()

@@ -26,7 +26,10 @@ async def test_an_unknown_field_is_ignored_and_named(router: RunningRouter, stre
     extra = {"wings": 2, "stream_options": {"speed": 1}} if stream else {"wings": 2}
     answer = await raw.create(model="tiny", messages=CHAT, stream=stream, extra_body=extra)
     named = "wings, stream_options.speed" if stream else "wings"
-    assert answer.headers["warning"] == f'299 tandem "unknown fields are ignored: {named}"'
+    assert (
+        answer.headers["warning"]
+        == f'299 tandem "unknown fields of the request are ignored: {named}"'
+    )
     usual = await raw.create(model="tiny", messages=CHAT, user="me", metadata={"a": "b"})
     assert "warning" not in usual.headers
 

@@ -444,7 +444,7 @@ async def test_small_rules(router: RunningRouter) -> None:
     raw = await router.openai.responses.with_raw_response.create(
         model="tiny", input="x", user="me", extra_body={"wings": 2}
     )
-    assert raw.headers["warning"] == '299 tandem "unknown fields are ignored: wings"'
+    assert raw.headers["warning"] == '299 tandem "unknown fields of the request are ignored: wings"'
     for method, path, status in (
         ("GET", "/v1/responses", 405),
         ("PUT", "/v1/responses/resp_1", 405),

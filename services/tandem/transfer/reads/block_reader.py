@@ -368,7 +368,7 @@ class BlockReader:
         self._pulls[pull.pull_id] = PullInPieces(
             pull,
             sources,
-            num_bytes=self._spans.num_bytes(pull.local_block_ids or pull.producer_block_ids),
+            sizes=self._spans.sizes(pull.local_block_ids or pull.producer_block_ids),
             piece_size=self._piece_size,
             clock=self._clock,
         )

@@ -277,7 +277,7 @@ class TestDevice:
 
     def test_too_few_gpus_are_refused(self) -> None:
         config = EngineConfig(model="", device="cuda", tensor_parallel=4)
-        with pytest.raises(ConfigError, match="4, but this process sees 2 GPUs"):
+        with pytest.raises(ConfigError, match="4, but this process has only 2 GPUs"):
             choose_device(config)
 
     def test_ranks_share_a_gpu_if_the_settings_say_so(self) -> None:

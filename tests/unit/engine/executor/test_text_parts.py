@@ -118,6 +118,29 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         QWEN,
         {},
     ),
+    "minimax-m3": (
+        "minimax_m3_vl",
+        {
+            "model_type": "minimax_m3_vl_text",
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+            "intermediate_size": 44,
+            "dense_intermediate_size": 76,
+            "shared_intermediate_size": 52,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 20,
+            "index_block_size": 8,
+            "index_topk_blocks": 3,
+        },
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
+        {"projector_hidden_size": 16},
+    ),
     "qwen3-vl-moe": (
         "qwen3_vl_moe",
         {

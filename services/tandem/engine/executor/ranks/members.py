@@ -160,7 +160,7 @@ class _Member:
             found = self.pipe.recv()
         except (EOFError, OSError):
             raise WorkerLost(
-                f"{self.end_text.result()} while it loaded; earlier lines of this log may say why"
+                f"{self.end_text.result()} during loading; earlier lines of this log may say why"
             ) from None
         if found.error:
             raise ConfigError(found.error)

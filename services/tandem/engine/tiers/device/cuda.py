@@ -79,4 +79,4 @@ def _forget_error(device: torch.device) -> None:
     try:
         torch.zeros(1, device=device).add_(1)
     except RuntimeError as error:
-        log.debug("CUDA reported the same error again, which has no effect: %s", error)
+        log.debug("ignored a CUDA error that has already been handled: %s", error)
