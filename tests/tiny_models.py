@@ -22,6 +22,8 @@ from transformers import (
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -42,12 +44,20 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -70,6 +80,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -161,6 +173,24 @@ _DELTA = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 32,
+}
+_CONV = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "conv_bias": True,
+}
+_MAMBA = {
+    "mamba_n_heads": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,  # 40 channels of B, which 12 heads cannot share equally
+    "mamba_d_head": 16,
+}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+    "attention_bias": True,
 }
 _SHARED_EXPERT = {
     "num_experts": 12,
@@ -333,16 +363,125 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
         {"no_rope_layers": [1, 0, 1], "attention_bias": True, "mlp_bias": True, **_NO_PAD},
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {"attention_bias": True}),
+    "olmo-hybrid": (
+        OlmoHybridForCausalLM,
+        OlmoHybridConfig,
+        # q, k and v have equally many channels, because transformers stores equal parts.
+        _DELTA
+        | {
+            "linear_num_key_heads": 3,
+            "linear_key_head_dim": 64,
+            "attention_bias": True,
+            "rope_parameters": None,
+            **_NO_PAD,
+        },
+    ),
+    "olmo-hybrid-rope": (
+        OlmoHybridForCausalLM,
+        OlmoHybridConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": _LINEAR,
+            "tie_word_embeddings": True,
+            **_NO_PAD,
+        },
+    ),
     "granite": (
         GraniteForCausalLM,
         GraniteConfig,
+        _GRANITE | {"mlp_bias": True},
+    ),
+    "granite4": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        _GRANITE
+        | _MAMBA
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+            "mamba_proj_bias": True,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 44,
+            "shared_intermediate_size": 52,
+        },
+    ),
+    "granite4-dense": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        _MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 52,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-h1": (
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        _MAMBA
+        | {
+            "mamba_d_ssm": 192,
+            "mlp_multipliers": [1.7, 0.6],
+            "key_multiplier": 0.4,
+            "attention_out_multiplier": 0.9,
+            "attention_in_multiplier": 1.2,
+            "ssm_multipliers": [0.35, 0.25, 0.4, 0.5, 0.7],
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.3,
+            "embedding_multiplier": 5.7,
+            "lm_head_multiplier": 0.4,
+            "rope_parameters": _LINEAR,
+        },
+    ),
+    "falcon-h1-norm": (
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        _MAMBA
+        | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 192,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_out_multiplier": 0.3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2": (
+        Lfm2ForCausalLM,
+        Lfm2Config,
+        _CONV | {"intermediate_size": 120, "block_multiple_of": 36},
+    ),
+    "lfm2-moe": (
+        Lfm2MoeForCausalLM,
+        Lfm2MoeConfig,
+        _CONV
+        | {
+            "num_dense_layers": 2,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "lfm3": (
+        Lfm3ForCausalLM,
+        Lfm3Config,
         {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.1,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 2.5,
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention", "conv"],
+            "conv_bias": True,
+            "head_dim": 32,
+            "sliding_window": 40,
             "attention_bias": True,
-            "mlp_bias": True,
+            **_NO_PAD,
         },
     ),
     "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 40, **_NO_PAD}),
@@ -640,6 +779,7 @@ KNOWN_KINDS = (
     *("olmo3", "glm", "glm4-moe", "glm4-moe-lite", "minimax-m2", "seed-oss", "exaone4"),
     "deepseek-v3.2",
     *("ernie4.5", "hy-v3", "mistral4", "hunyuan-moe", "gemma4-keys"),
+    *("granite4-dense", "falcon-h1-norm", "lfm2-moe", "olmo-hybrid-rope"),
 )
 
 
@@ -662,7 +802,7 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2 + name.endswith("layer_scalar"))
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # exp(-8) per token: a state lasts thousands of tokens

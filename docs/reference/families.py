@@ -69,9 +69,16 @@ def _attention(family: Family) -> str:
     if family.indexer == "shared":
         words.append("some layers use the choice of an earlier one")
     if family.linear:
-        words = ["Gated DeltaNet, full in some layers"]
+        states = {"short_conv": "short convolutions", "mamba2": "Mamba 2"}
+        kind = states.get(family.linear, "Gated DeltaNet")
+        others = "full or a window" if family.windows == "pattern" else "full"
+        words = [f"{kind}, {others} in some layers"]
+        if family.has_parallel_state:
+            words = [f"full beside {kind} in all layers"]
     if family.has_attention_gates:
         words.append("gates on the output of full attention")
+    if family.has_head_gates:
+        words.append("gates on the output of each head")
     if family.has_gemma4_layers:
         words.append(
             "other heads in layers without a window; KV of earlier layers in the last ones"
@@ -91,6 +98,10 @@ def _positions(family: Family) -> str:
     words = ["in all layers"]
     if family.has_no_rope_layers:
         words = ["none in some layers"]
+    if family.rope_if == "named":
+        words = ["in all layers or none, by `position_embedding_type`"]
+    if family.rope_if == "given":
+        words = ["in all layers, or none without `rope_theta`"]
     if family.rope_in_windows:
         words = ["in layers with a window"]
     if family.rope_in_windows == "or_all":
@@ -110,6 +121,8 @@ def _norms(family: Family) -> str:
     where = "before and after" if family.norms.startswith("around") else family.norms
     if family.norms == "parallel":
         where = "before attention and the MLP, which are side by side"
+    if family.norms == "after_attention":
+        where = "after in layers with attention, before in the others"
     if family.centers_norms:
         where += ", LayerNorm"
     weights = f", with {family.norm_offset:g} + w" if family.norm_offset else ""
@@ -137,6 +150,8 @@ def _mlp(family: Family) -> str:
     words = [layers[family.expert_layers] if family.experts else "dense"]
     if family.defaults.keys() & {"n_shared_experts", "shared_intermediate_size"}:
         words[0] += " beside a shared MLP"
+    if family.experts == "granite":
+        words[0] += " beside a shared MLP, or dense"
     if family.has_shared_gate:
         words[0] += " beside a shared MLP with a gate"
     if family.experts == "gpt_oss":
@@ -164,6 +179,7 @@ def _factors(family: Family) -> str:
         "granite": ["of embeddings, scores, residuals and logits"],
         "gemma": ["of embeddings and scores"],
         "cohere": ["of logits"],
+        "falcon_h1": ["of embeddings, logits and most products"],
     }
     scaled = {"all": "all layers", "no_rope": "layers without positions"}
     if family.query_scaling:

@@ -26,6 +26,8 @@ from tandem_kernels.linear_attention import (
     StateSpan,
     gated_delta_rule,
     gated_delta_rule_recurrent,
+    mamba2,
+    mamba2_recurrent,
 )
 from tandem_kernels.norm import rms_norm
 from tandem_kernels.rope import rotate
@@ -85,6 +87,22 @@ class DeltaRule(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Mamba2Scan(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        a_log: torch.Tensor,
+        d: torch.Tensor,
+        dt_bias: torch.Tensor,
+        dt_limits: tuple[float, float],
+        states: torch.Tensor,
+        spans: Sequence[StateSpan],
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The operations for one device and numerics mode."""
@@ -96,6 +114,7 @@ class Kernels:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     rotate: Callable[[torch.Tensor, Angles], torch.Tensor]
     gated_delta_rule: DeltaRule
+    mamba2: Mamba2Scan
     scores: Scores
 
 
@@ -113,8 +132,17 @@ def kernels_for(device_type: str, numerics: str) -> Kernels:
             rms_norm,
             rotate,
             gated_delta_rule_recurrent,
+            mamba2_recurrent,
             scores_invariant,
         )
     return Kernels(
-        1, linear, linear_of_heads, PagedAttention, rms_norm, rotate, gated_delta_rule, scores
+        1,
+        linear,
+        linear_of_heads,
+        PagedAttention,
+        rms_norm,
+        rotate,
+        gated_delta_rule,
+        mamba2,
+        scores,
     )

@@ -63,7 +63,9 @@ enum Activation : int32_t { SILU_GATE = 0, GELU_TANH_GATE = 1, CLAMPED_GATE = 2 
 
 struct Gating {
     int32_t activation;
-    float alpha, limit;  // for CLAMPED_GATE
+    // SILU_GATE: factors on the gate before the activation, and on the result. CLAMPED_GATE: the
+    // factor on the gate in the sigmoid, and the limit.
+    float alpha, limit;
 };
 
 constexpr int kStepInputs = 32;  // inputs in one step of a product with weights in pairs
@@ -126,11 +128,23 @@ struct Latent {  // see latent.h
     float norm_eps;
 };
 
-struct Delta {  // see delta.h
-    const float *q_taps, *k_taps, *v_taps;  // [num_taps][channels of q, k or v]
-    const float *a_log, *dt_bias;           // [v heads]
-    const float* norm;                      // [value_dim]
+enum StateForm : int32_t { GATED_DELTA = 0, MAMBA2 = 1, SHORT_CONV = 2 };
+
+constexpr int kSectionsMax = 3;
+
+struct StateLayer {  // see state_layer.h
+    // For each section of the convolution's channels: the taps [num_taps][channels], and the biases
+    // [channels] or null.
+    const float *taps[kSectionsMax], *conv_bias[kSectionsMax];
+    const float *a_log, *dt_bias, *skip;  // [v heads]; skip: null for Gated DeltaNet
+    const float* norm;                    // [outputs]; without a norm, factors on the output
+    int32_t form;                         // StateForm
+    int32_t has_norm;
+    // Mamba 2: k heads are groups. Short convolution: value_dim is the number of channels.
     int32_t num_k_heads, num_v_heads, key_dim, value_dim, num_taps;
+    int32_t group, place;  // as in Layer, for the state
+    float rate_max;        // Gated DeltaNet: factor on the rates sigmoid(b)
+    float norm_eps;
 };
 
 struct Layer {  // Norms that the model does not have are null.
@@ -142,6 +156,7 @@ struct Layer {  // Norms that the model does not have are null.
     const float* mlp_norm;
     const float* mlp_post_norm;
     Matrix qkv, attention_out;
+    const float* projected_factors;  // factors on the outputs of `qkv`, or null
     Mlp mlp;  // with experts: the shared experts, if there are any
     const Experts* experts;  // null: a dense MLP
     // null: grouped-query attention; all layers have the same form of attention
@@ -152,9 +167,11 @@ struct Layer {  // Norms that the model does not have are null.
     int32_t window;
     int32_t group;   // index of the layer's KV group
     int32_t place;   // index of the layer among the layers of this KV group
-    // true: the last outputs of `qkv` are gates on attention's output, [heads * head_dim]
-    int32_t has_gates;
-    const Delta* delta;  // null: attention; otherwise the layer has states in place of KV
+    // The last outputs of `qkv` are gates on attention's output, one for each head or one for each
+    // of its elements. 0: no gates.
+    int32_t num_gates;
+    int32_t has_attention;    // false: the layer keeps no KV
+    const StateLayer* state;  // null: the layer keeps no state
 };
 
 struct Model {
@@ -190,7 +207,7 @@ struct Span {  // the tokens that a step computes for a sequence: the last ones 
 
 struct KvGroup {  // the pool of some layers, and the slots and block tables in this pool
     // [num_blocks][kv heads][layers] parts: see kv_part.h. In a state group a part is the matrix of
-    // a head, and then the last inputs of its convolution.
+    // a head, and then the last inputs of its part of the convolution.
     void* kv;
     const int32_t* slots;         // [rows]: block id * block size + offset in the block
     // The block tables of all spans, one after the other. Entries before a window are not read.
@@ -252,7 +269,10 @@ struct Step {
     int32_t num_adapted;
     int32_t lora_rank;  // largest rank of a LoraProduct
 
-    const KvGroup& group_of(const Layer& layer) const { return groups[layer.group]; }
+    template <class T>
+    const KvGroup& group_of(const T& layer) const {
+        return groups[layer.group];
+    }
 
     // Returns the factor on the queries of a row in a layer.
     float query_factor(const Layer& layer, int row) const {

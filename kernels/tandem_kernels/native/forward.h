@@ -268,7 +268,7 @@ namespace tandem::TANDEM_ISA {
 
 // Returns the size of a row in `projected`.
 inline size_t projected_width(const Model& model, const Layer& layer) {
-    if (layer.latent != nullptr || layer.delta != nullptr || layer.has_gates) return layer.qkv.out;
+    if (layer.latent != nullptr || layer.state != nullptr || layer.num_gates > 0) return layer.qkv.out;
     return static_cast<size_t>(model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
 }
 
@@ -276,19 +276,19 @@ inline size_t projected_width(const Model& model, const Layer& layer) {
 
 #include "state_functions.h"
 
-#include "delta.h"
+#include "state_layer.h"
 
 namespace tandem::TANDEM_ISA {
 
-// Computes a layer up to attention: normalizes the rows, projects them, rotates Q and K, and stores
-// K and V. The queries are then in `projected`, or with latent attention in `queries`.
+// Computes a layer up to attention: normalizes the rows, projects them, computes the part that has a
+// state, rotates Q and K, and stores K and V. The queries are then in `projected`, or with latent attention in `queries`.
 inline void store_kv(const Model& model, const Step& step, int index, const Rows& rows,
                      const Team& team) {
     const Layer& layer = model.layers[index];
     const size_t width = projected_width(model, layer);
     const Inputs normed = inputs_of(layer.qkv, rows.input, step.num_rows, rows.rounded);
     team.each(step.num_rows, [&](int row) {
-        if (step.num_rows <= kRowsToFetch && layer.delta == nullptr) {
+        if (step.num_rows <= kRowsToFetch && layer.has_attention) {
             by_kv_kind(step, [&](auto kept) {
                 for (int h = 0; h < model.num_kv_heads; ++h)
                     Place<decltype(kept)>(model, step, index, row, h).fetch(model);
@@ -302,9 +302,15 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     linear(layer.qkv, normed, projected, team);
     team.wait();
     add_lora(rows.lora, index, &LoraLayer::qkv, normed, projected, team);
+    if (layer.projected_factors != nullptr)
+        team.each(step.num_rows, [&](int row) {
+            float* const to = rows.projected + row * width;
+            for (size_t i = 0; i < width; ++i) to[i] *= layer.projected_factors[i];
+        });
     rows.laps->end(QKV, team.own_thread);
+    if (layer.state != nullptr) place_state(model, step, index, rows, team);
+    if (!layer.has_attention) return;
     if (layer.latent != nullptr) return place_latent(model, step, index, rows, team);
-    if (layer.delta != nullptr) return place_delta(model, step, index, rows, team);
     team.each(step.num_rows, [&](int row) {
         float* heads = rows.projected + row * width;
         by_kv_kind(step, [&](auto kept) {
@@ -428,13 +434,13 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
     Inputs attended =
         is_latent ? attended_latents(model, step, rows)
                   : inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
-    if (layer.delta == nullptr) {
+    if (layer.has_attention) {
         team.each_in_turn(items.size(), [&](size_t i) {
             const Item& next = items[i + team.threads < items.size() ? i + team.threads : i];
             attend_any(model, step, index, items[i], next, queries, width, attended, sums, buffer);
         });
         sums.add_heads(team);
-        if (layer.has_gates) gate_attended(model, layer, rows, attended, team);
+        if (layer.num_gates > 0) gate_attended(model, layer, rows, attended, team);
         rows.laps->end(ATTENTION, team.own_thread);
     }
     if (is_latent) attended = values_of_heads(model, index, step, rows, buffer, team);
@@ -461,8 +467,8 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     int attended = model.num_heads * model.head_dim;
     for (int index = 0; index < model.num_layers; ++index) {
         const Layer& layer = model.layers[index];
-        if (layer.delta != nullptr || layer.has_gates) heads = std::max(heads, layer.qkv.out);
-        if (layer.delta != nullptr) attended = std::max(attended, layer.attention_out.in);
+        if (layer.state != nullptr || layer.num_gates > 0) heads = std::max(heads, layer.qkv.out);
+        if (layer.state != nullptr) attended = std::max(attended, layer.attention_out.in);
     }
     const int inner = model.inner, hidden = model.hidden;
     for (Buffer& buffer : scratch.of_thread) buffer.of(attention_floats(model, step));

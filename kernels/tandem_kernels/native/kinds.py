@@ -60,6 +60,14 @@ class Activation(IntEnum):
     CLAMPED = 2
 
 
+class StateForm(IntEnum):
+    """The kind of a layer that keeps a state (state_layer.h)."""
+
+    GATED_DELTA = 0
+    MAMBA2 = 1
+    SHORT_CONV = 2
+
+
 # Bytes per weight. Kinds that are not listed have 1.
 _WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.BF16_PAIRS: 2}
 _BY_STEPS = (Kind.BF16_PAIRS, Kind.F8_F32, Kind.F8_BF16, Kind.F8_PAIRS)

@@ -32,10 +32,12 @@ from tandem_kernels.native.kinds import PANEL as PANEL
 from tandem_kernels.native.kinds import Activation as Activation
 from tandem_kernels.native.kinds import Kind as Kind
 from tandem_kernels.native.kinds import Stage as Stage
+from tandem_kernels.native.kinds import StateForm as StateForm
 from tandem_kernels.native.kinds import packed_bytes as packed_bytes
 from tandem_kernels.native.kinds import whole_steps as whole_steps
 
 _RANK_ENDED = 2  # the status that functions of api.cpp return if another rank has ended
+SECTIONS_MAX = 3  # sections of the channels of a layer's convolution
 _UNIT_INPUTS = 64  # quantized weights: the number of inputs is padded to a multiple of 64
 
 
@@ -98,13 +100,19 @@ class Latent(Structure):
     )
 
 
-class Delta(Structure):
+class StateLayer(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("q_taps", "k_taps", "v_taps", "a_log", "dt_bias", "norm")),
+        *((name, c_void_p * SECTIONS_MAX) for name in ("taps", "conv_bias")),
+        *((name, c_void_p) for name in ("a_log", "dt_bias", "skip", "norm")),
         *(
             (name, c_int32)
-            for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "num_taps")
+            for name in (
+                *("form", "has_norm", "num_k_heads", "num_v_heads", "key_dim", "value_dim"),
+                *("num_taps", "group", "place"),
+            )
         ),
+        ("rate_max", c_float),
+        ("norm_eps", c_float),
     )
 
 
@@ -119,6 +127,7 @@ class Layer(Structure):
         ("mlp_post_norm", c_void_p),
         ("qkv", Matrix),
         ("attention_out", Matrix),
+        ("projected_factors", c_void_p),
         ("mlp", Mlp),
         ("experts", POINTER(Experts)),
         ("latent", POINTER(Latent)),
@@ -126,8 +135,9 @@ class Layer(Structure):
         ("window", c_int32),
         ("group", c_int32),
         ("place", c_int32),
-        ("has_gates", c_int32),
-        ("delta", POINTER(Delta)),
+        ("num_gates", c_int32),
+        ("has_attention", c_int32),
+        ("state", POINTER(StateLayer)),
     )
 
 

@@ -20,13 +20,16 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
     """Raises ConfigError naming the first setting that the model does not support."""
     max_context(options, model)
     if model.implementation == "transformers" and (why := _why_not_transformers(options)):
-        raise ConfigError(f"{model.architecture} is computed through transformers: {why}")
+        raise ConfigError(
+            f"{model.architecture} is computed through transformers, which does not support these "
+            f"settings: {why}"
+        )
     if options.kv_dtype != "auto" and (why := why_not_kv_dtype(model, options.kv_dtype)):
         raise ConfigError(why)
     if why := why_not_tensor_parallel(model, options.tensor_parallel):
         raise ConfigError(why)
     if model.has_states and (why := _why_not_with_states(options)):
-        raise ConfigError(f"{why}; the model has layers with linear attention")
+        raise ConfigError(f"{why}, and the model has layers with linear attention")
     if options.expert_parallel and (why := _why_not_expert_parallel(model, options)):
         raise ConfigError(f"expert-parallel is set, but {why}; remove expert-parallel")
 

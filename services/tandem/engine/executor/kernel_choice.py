@@ -38,18 +38,19 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     chosen = fastest if config.kernels == "auto" else config.kernels
     if chosen == "native" and device.type == "cpu" and (reason := why_unusable()):
         raise ConfigError(
-            f"{reason}. Run `make` in the repository, or install the package again, or use "
-            "kernels=torch, which needs no native kernels but is many times slower"
+            f"{reason}. Run `make` in the repository, or install the package again. kernels=torch "
+            "needs no native kernels, but is many times slower"
         )
     reason = _why_not(chosen, config, device, model)
     if reason and config.kernels != "auto":
         raise ConfigError(f"kernels={chosen} cannot be used here: {reason}")
     if config.weights == "int8" and (reason or chosen != "native"):
         why = reason or f"the kernels here are {chosen}"
-        raise ConfigError(f"weights=int8 needs the native kernels: {why}")
+        raise ConfigError(f"weights=int8 needs native kernels: {why}")
     if reason:
         log.warning(
-            "the torch kernels are used, which are several times slower than the %s kernels (%s)",
+            "the %s kernels cannot be used here: %s. The torch kernels are used and are several "
+            "times slower",
             chosen,
             reason,
         )

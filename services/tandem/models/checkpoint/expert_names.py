@@ -60,12 +60,14 @@ _PLACES: dict[ExpertForm, str] = {
     "qwen": "mlp",
     "deepseek": "mlp",
     "llama4": "mlp",
+    "granite": "mlp",
 }
 _PARTS: dict[ExpertForm, tuple[str, str, str]] = {
     "mixtral": ("w1", "w3", "w2"),
     "qwen": ("gate_proj", "up_proj", "down_proj"),
     "deepseek": ("gate_proj", "up_proj", "down_proj"),
     "llama4": ("gate_proj", "up_proj", "down_proj"),
+    "granite": ("gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -156,7 +158,7 @@ class ExpertNames:
             return shapes | {name: (num, num_in, num_out)}
         if num_in % MXFP4_BLOCK:
             raise UnsupportedModel(
-                f"the experts have {num_in} inputs; in MXFP4 this must be a multiple of "
-                f"{MXFP4_BLOCK}"
+                f"the experts have {num_in} inputs; in MXFP4 the number of inputs must be a "
+                f"multiple of {MXFP4_BLOCK}"
             )
         return shapes | {name: (num, num_out, num_in)}

@@ -47,6 +47,23 @@ linear_attn.conv1d.weight             [channels, 1, kernel]
 linear_attn.A_log, linear_attn.dt_bias  [value heads]
 linear_attn.norm.weight               [value dim]
 linear_attn.out_proj.weight           [hidden, value heads * value dim]
+
+OLMo Hybrid has {q,k,v,g,b,a}_proj.weight in place of in_proj, where g is z, and
+{q,k,v}_conv1d.weight in place of conv1d.
+
+A layer with Mamba 2 or a short convolution has the following tensors. "outputs" is `num_outputs`.
+With Mamba 2, the outputs of in_proj are the gates z [outputs], the channels, and dt [heads]; of a
+short convolution they are B, C and x.
+
+name                                          shape                                   present
+linear_attn.in_proj.weight                    [2 * outputs + B and C + heads, hidden] Mamba 2
+                                              [3 * outputs, hidden]                   otherwise
+linear_attn.conv1d.weight                     [channels, 1, kernel]
+linear_attn.{A_log,D,dt_bias}                 [heads]                                 Mamba 2
+linear_attn.norm.weight                       [outputs]                               has_norm
+linear_attn.out_proj.weight                   [hidden, outputs]
+
+in_proj, conv1d and out_proj may have a bias.
 """
 
 from __future__ import annotations
@@ -57,7 +74,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.expert_names import ExpertNames, Shapes, shared_mlp
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2, ShortConv
 from tandem.models.config.model import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -68,7 +85,7 @@ LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 LAYER_PROJECTION = "model.per_layer_model_projection.weight"
 LAYER_NORM = "model.per_layer_projection_norm.weight"
 # Value of `ModelConfig.norms` -> (field of LayerWeights -> name of the norm in checkpoints).
-NORMS = {
+NORMS: dict[str, dict[str, str]] = {
     "before": {
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
@@ -110,15 +127,16 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
     names = ExpertNames.of(config, stored)
     if not names.is_stacked and _num_experts(config) > len(stored):
         raise UnsupportedModel(
-            f"the config has {_num_experts(config)} experts in all layers together, which need at "
-            f"least one tensor each, but the checkpoint has only {len(stored)} tensors"
+            f"the checkpoint has only {len(stored)} tensors, too few for the "
+            f"{_num_experts(config)} experts of the config; each expert needs at "
+            "least one tensor"
         )
     for i, spec in enumerate(config.layers):
-        layer = _norm_shapes(config) | (
-            _delta_shapes(spec.linear, hidden)
-            if spec.linear
-            else _attention_shapes(config, spec, f"model.layers.{i}", stored)
-        )
+        layer: Shapes = {f"{name}.weight": (hidden,) for name in norm_names(config, spec).values()}
+        if spec.linear is not None:
+            layer |= _state_shapes(spec.linear, hidden)
+        if spec.has_attention:
+            layer |= _attention_shapes(config, spec, f"model.layers.{i}", stored)
         layer |= (
             names.shapes(spec.experts, hidden)
             if spec.experts
@@ -145,8 +163,34 @@ def _num_experts(config: ModelConfig) -> int:
     return sum(spec.experts.num for spec in config.layers if spec.experts)
 
 
-def _norm_shapes(config: ModelConfig) -> Shapes:
-    return {f"{name}.weight": (config.hidden_size,) for name in NORMS[config.norms].values()}
+def norm_names(config: ModelConfig, spec: LayerSpec) -> dict[str, str]:
+    """Maps the fields of `LayerWeights` that are norms of a layer to their names in checkpoints."""
+    if config.norms != "after_attention":
+        return NORMS[config.norms]
+    return NORMS["after" if spec.has_attention else "before"]
+
+
+def _state_shapes(sizes: LinearAttention, hidden: int) -> Shapes:
+    """Returns the shapes of a layer's linear attention: the tables in this module's docstring."""
+    if isinstance(sizes, GatedDelta):
+        return _delta_shapes(sizes, hidden)
+    num_first = 3 * sizes.num_outputs
+    shapes: Shapes = {"linear_attn.conv1d.weight": (sizes.num_channels, 1, sizes.kernel)}
+    has_conv_bias = sizes.has_biases if isinstance(sizes, ShortConv) else sizes.has_conv_bias
+    if has_conv_bias:
+        shapes["linear_attn.conv1d.bias"] = (sizes.num_channels,)
+    if isinstance(sizes, Mamba2):
+        num_first = sizes.num_outputs + sizes.num_channels + sizes.num_heads
+        for name in ("A_log", "D", "dt_bias"):
+            shapes[f"linear_attn.{name}"] = (sizes.num_heads,)
+        if sizes.has_norm:
+            shapes["linear_attn.norm.weight"] = (sizes.num_outputs,)
+    return shapes | _linear_shapes(
+        {
+            "linear_attn.in_proj": (num_first, hidden, sizes.has_biases),
+            "linear_attn.out_proj": (hidden, sizes.num_outputs, sizes.has_biases),
+        }
+    )
 
 
 def _delta_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
@@ -157,7 +201,9 @@ def _delta_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
         "b": sizes.num_value_heads,
         "a": sizes.num_value_heads,
     }
-    if sizes.is_joined:
+    if sizes.form == "apart":
+        return _apart_shapes(sizes, hidden)
+    if sizes.form == "joined":
         outputs = {"qkvz": sizes.num_channels + num_values, "ba": 2 * sizes.num_value_heads}
     return {
         f"linear_attn.in_proj_{name}.weight": (num, hidden) for name, num in outputs.items()
@@ -167,6 +213,22 @@ def _delta_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
         "linear_attn.dt_bias": (sizes.num_value_heads,),
         "linear_attn.norm.weight": (sizes.value_dim,),
         "linear_attn.out_proj.weight": (hidden, num_values),
+    }
+
+
+def _apart_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
+    shapes: Shapes = {}
+    for part, num in zip("qkv", sizes.sections, strict=True):
+        shapes[f"linear_attn.{part}_proj.weight"] = (num, hidden)
+        shapes[f"linear_attn.{part}_conv1d.weight"] = (num, 1, sizes.kernel)
+    for name in ("A_log", "dt_bias"):
+        shapes[f"linear_attn.{name}"] = (sizes.num_value_heads,)
+    for part in "ba":
+        shapes[f"linear_attn.{part}_proj.weight"] = (sizes.num_value_heads, hidden)
+    return shapes | {
+        "linear_attn.g_proj.weight": (sizes.num_outputs, hidden),
+        "linear_attn.norm.weight": (sizes.value_dim,),
+        "linear_attn.out_proj.weight": (hidden, sizes.num_outputs),
     }
 
 
@@ -197,6 +259,8 @@ def _attention_shapes(
         if not spec.values_are_keys:
             linears["self_attn.v_proj"] = (heads.num_kv * value_dim, hidden, config.qkv_bias)
     shapes: Shapes = {}
+    if config.has_head_gates:
+        shapes["self_attn.g_proj.weight"] = (config.num_attention_heads, hidden)
     if config.has_sinks and not spec.lacks_sinks:
         shapes["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm and config.qk_norm != "rotated_plain":

@@ -56,7 +56,7 @@ def read_experts(
     """Returns one entry per layer: its experts, or None for a layer with a dense MLP.
 
     Raises UnsupportedModel naming the field that is not supported."""
-    if not family.experts:
+    if not family.experts or not has_experts(config, family):
         return [None] * num_layers
     num = same_size(config, _num_experts_key(config, family))
     top_k = same_size(config, "num_experts_per_tok")
@@ -69,6 +69,8 @@ def read_experts(
     inner = size(config, "moe_intermediate_size" if has_own_size else "intermediate_size")
     has_shared = "n_shared_experts" in family.defaults
     shared_inner = inner * size(config, "n_shared_experts") if has_shared else 0
+    if family.experts == "granite":
+        shared_inner = size(config, "shared_intermediate_size")
     if family.has_shared_gate:
         shared_inner = size(config, "shared_expert_intermediate_size")
     if "shared_intermediate_size" in family.defaults:
@@ -89,6 +91,12 @@ def read_experts(
         has_shared_gate=family.has_shared_gate,
     )
     return [experts if is_sparse else None for is_sparse in _are_sparse(config, family, num_layers)]
+
+
+def has_experts(config: Mapping[str, Any], family: Family) -> bool:
+    """Returns False if the number of experts is 0, with which models of Granite 4 have dense
+    MLPs."""
+    return family.experts != "granite" or config.get("num_local_experts") != 0
 
 
 def _are_sparse(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:

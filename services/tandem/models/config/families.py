@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Norms = Literal["before", "after", "around", "around_glm", "parallel"]
+Norms = Literal["before", "after", "after_attention", "around", "around_glm", "parallel"]
 QkNorm = Literal["", "head", "all", "rotated", "rotated_plain"]
-Linear = Literal["", "gated_delta", "gated_delta_joined"]
+Linear = Literal[
+    "", "gated_delta", "gated_delta_joined", "gated_delta_apart", "short_conv", "mamba2"
+]
 Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
-ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4"]
+ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4", "granite"]
 Fused = Literal["", "mlp", "maybe_mlp", "all"]
 ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed"]
 Indexers = Literal["", "own", "shared", "blocks"]
@@ -27,6 +29,7 @@ class Family:
     norms: the positions of the RMSNorms of attention and of the MLP:
         "before": on the input;
         "after": on the output, before the residual is added;
+        "after_attention": as "after" in layers with attention, as "before" in layers with a state;
         "around": on both;
         "around_glm": on both, with the tensor names of GLM 4;
         "parallel": one norm on the input of both: the MLP reads the residual stream before the
@@ -63,6 +66,10 @@ class Family:
     rope_theta: the default of `rope_theta`.
     has_rope_by_kind: layers with a window and layers without one have different RoPE parameters.
     has_no_rope_layers: some layers have no RoPE (`no_rope_layers`).
+    rope_if: the condition under which layers have RoPE:
+        "": always;
+        "named": `position_embedding_type` is "rope";
+        "given": `rope_theta` of `rope_parameters` is not null.
     rope_in_windows: whether only the layers with a window have RoPE:
         "": no;
         "or_all": yes; if `sliding_window` is null, all layers have RoPE;
@@ -89,7 +96,8 @@ class Family:
         "granite": the factors in keys such as `embedding_multiplier`;
         "gemma": embeddings are multiplied by the square root of the hidden size, and scores are
             divided by the square root of `query_pre_attn_scalar`;
-        "cohere": logits are multiplied by `logit_scale`.
+        "cohere": logits are multiplied by `logit_scale`;
+        "falcon_h1": the factors in keys such as `lm_head_multiplier` (falcon_h1.py).
     experts: the naming of the experts' config keys and tensors; empty: there are no experts.
     expert_layers: the layers that have experts:
         "all": all;
@@ -120,15 +128,26 @@ class Family:
             rotates element 2 i of the indexer's heads with element 2 i + 1;
         "blocks": those that `layer_types` calls "minimax_m3_sparse". They choose blocks of
             `index_block_size` tokens.
-    linear: the kind of the layers that `layer_types` calls linear_attention. Without `layer_types`,
-        every `full_attention_interval`-th layer has full attention, and the others are linear.
+    linear: the kind of the layers that keep a state in place of keys and values, which
+        `layer_types` calls by `linear_name`. Without `layer_types`, `full_attn_idxs` lists the
+        layers that have full attention; without it, every `full_attention_interval`-th layer does,
+        if the family has this key.
         "": the family has no such layers;
         "gated_delta": Gated DeltaNet (linear_attention.py), whose checkpoints have a matrix for
             each of q with k and v, z, b and a;
         "gated_delta_joined": Gated DeltaNet, whose checkpoints have one matrix for q, k, v and z,
-            and one for b and a.
+            and one for b and a;
+        "gated_delta_apart": Gated DeltaNet of OLMo Hybrid, whose checkpoints have a matrix for each
+            of q, k, v, z, b and a;
+        "short_conv": short convolutions;
+        "mamba2": Mamba 2.
+    has_parallel_state: each layer has attention and a state (Falcon-H1). Both read the same input,
+        and their outputs are added.
+    linear_name: the name in `layer_types` of the layers that keep a state.
     has_attention_gates: the output of attention is multiplied by the sigmoid of a gate. The matrix
         q_proj computes the gates too: for each head the query, then the gate.
+    has_head_gates: the output of each head is multiplied by the sigmoid of a gate, which a matrix
+        g_proj computes.
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
     has_sinks: each head has an attention sink: a learned score that the softmax over the head's
@@ -157,6 +176,7 @@ class Family:
     rope_theta: float = 10000.0
     has_rope_by_kind: bool = False
     has_no_rope_layers: bool = False
+    rope_if: Literal["", "named", "given"] = ""
     rope_in_windows: Literal["", "or_all", "only"] = ""
     query_scaling: Literal["", "all", "no_rope"] = ""
     has_rope_pairs: bool = False
@@ -165,7 +185,7 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     is_length_scaled: bool = False
     activation_key: str = "hidden_act"
-    multipliers: Literal["", "granite", "gemma", "cohere"] = ""
+    multipliers: Literal["", "granite", "gemma", "cohere", "falcon_h1"] = ""
     experts: ExpertForm = ""
     expert_layers: ExpertLayers = "all"
     has_shared_gate: bool = False
@@ -178,7 +198,10 @@ class Family:
     is_latent: bool = False
     indexer: Indexers = ""
     linear: Linear = ""
+    linear_name: str = "linear_attention"
+    has_parallel_state: bool = False
     has_attention_gates: bool = False
+    has_head_gates: bool = False
     has_extra_layers: bool = False
     has_sinks: bool = False
     has_clamped_gates: bool = False
@@ -216,6 +239,49 @@ _QWEN_LINEAR_DEFAULTS = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+}
+
+# LFM2 and later: short convolutions beside attention.
+_LFM: Mapping[str, Any] = {
+    "rope_theta": 1000000.0,
+    "linear": "short_conv",
+    "linear_name": "conv",
+    "qk_norm": "head",
+}
+_LFM_DEFAULTS = {
+    "conv_L_cache": 3,
+    "full_attention_interval": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+_LFM_NAMES = {
+    "model.embedding_norm.": "model.norm.",
+    ".operator_norm.": ".input_layernorm.",
+    ".conv.conv.": ".linear_attn.conv1d.",
+    ".conv.": ".linear_attn.",
+    ".feed_forward.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w3.": ".up_proj.",
+    ".w2.": ".down_proj.",
+}
+_LFM2_NAMES = _LFM_NAMES | {
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".q_layernorm.": ".q_norm.",
+    ".k_layernorm.": ".k_norm.",
+}
+_LFM_KEYS = {"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"}
+
+# Granite 4 and others: Mamba 2.
+_MAMBA_DEFAULTS = {
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
 }
 
 _GPT_OSS_ROPE = {
@@ -436,7 +502,125 @@ FAMILIES: Mapping[str, Family] = {
         has_rope_by_kind=True,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
+    "OlmoHybridForCausalLM": Family(
+        norms="after_attention",
+        qk_norm="all",
+        rope_if="given",
+        linear="gated_delta_apart",
+        tensor_names={
+            ".linear_attn.o_norm.": ".linear_attn.norm.",
+            ".linear_attn.o_proj.": ".linear_attn.out_proj.",
+            ".attention_layer_norm.": ".input_layernorm.",
+            ".feedforward_layer_norm.": ".post_attention_layernorm.",
+        },
+        defaults={"full_attention_interval": 4, "linear_conv_kernel_dim": 4},
+    ),
     "GraniteForCausalLM": Family(multipliers="granite"),
+    "GraniteMoeHybridForCausalLM": Family(
+        multipliers="granite",
+        rope_if="named",
+        linear="mamba2",
+        experts="granite",
+        fused="mlp",
+        key_names={"layer_types": "layers_block_type"},
+        tensor_names={
+            ".mamba.": ".linear_attn.",
+            ".shared_mlp.": ".mlp.shared_experts.",
+            ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
+            ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+            ".block_sparse_moe.router.layer.": ".mlp.gate.",
+            ".input_linear.": ".gate_up_proj.",
+            ".output_linear.": ".down_proj.",
+        },
+        defaults=_MAMBA_DEFAULTS
+        | {
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+        },
+    ),
+    "FalconH1ForCausalLM": Family(
+        multipliers="falcon_h1",
+        linear="mamba2",
+        has_parallel_state=True,
+        tensor_names={
+            "model.final_layernorm.": "model.norm.",
+            ".pre_ff_layernorm.": ".post_attention_layernorm.",
+            ".feed_forward.": ".mlp.",
+            ".mamba.": ".linear_attn.",
+        },
+        refuses=("attention_bias", "mamba_proj_bias", "mlp_bias", "projectors_bias"),
+        defaults=_MAMBA_DEFAULTS
+        | {"mamba_d_ssm": 1024, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    ),
+    "Lfm2ForCausalLM": Family(
+        **_LFM,
+        biases="none",
+        key_names=_LFM_KEYS | {"intermediate_size": "block_ff_dim"},
+        tensor_names=_LFM2_NAMES,
+        defaults=_LFM_DEFAULTS
+        | {
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        **_LFM,
+        biases="none",
+        experts="deepseek",
+        expert_layers="from",
+        has_sigmoids=True,
+        is_corrected=True,
+        key_names=_LFM_KEYS
+        | {"first_k_dense_replace": "num_dense_layers", "n_routed_experts": "num_experts"},
+        tensor_names=_LFM2_NAMES | {".mlp.expert_bias": ".mlp.gate.e_score_correction_bias"},
+        demands=_NO_GROUPS | {"use_expert_bias": (True,)},
+        defaults=_LFM_DEFAULTS
+        | {
+            "first_k_dense_replace": 2,
+            "moe_intermediate_size": 1792,
+            "n_group": 1,
+            "n_routed_experts": 32,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 4,
+            "topk_group": 1,
+        },
+    ),
+    "Lfm3ForCausalLM": Family(
+        **_LFM,
+        norms="around",
+        windows="pattern",
+        has_rope_by_kind=True,
+        scalings=(*Family().scalings, "proportional"),
+        is_length_scaled=True,
+        has_head_gates=True,
+        key_names=_LFM_KEYS,
+        tensor_names=_LFM_NAMES
+        | {
+            ".post_operator_norm.": ".post_attention_layernorm.",
+            ".ffn_norm.": ".pre_feedforward_layernorm.",
+            ".post_ffn_norm.": ".post_feedforward_layernorm.",
+            ".self_attn.gate_proj.": ".self_attn.g_proj.",
+        },
+        demands={"use_attention_gate": (True,), "use_sandwich_norm": (True,)},
+        defaults={
+            "conv_L_cache": 7,
+            "head_dim": 128,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 1000000.0,
+                },
+            },
+            "sliding_window": 256,
+            "tie_word_embeddings": True,
+        },
+    ),
     "Phi3ForCausalLM": Family(
         biases="none",
         windows="all",

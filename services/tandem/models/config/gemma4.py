@@ -59,8 +59,9 @@ def with_gemma4_layers(
             sources = [i for i in range(max(0, first_shared)) if kinds[i] == is_full]
             if not sources:
                 raise UnsupportedModel(
-                    f"num_kv_shared_layers is {num_shared}, which is too large: the layers before "
-                    "the shared ones must include one with a window and one without"
+                    f"num_kv_shared_layers is {num_shared}, which is too large: the layers "
+                    "before the shared layers must include a layer with a window and a layer "
+                    "without a window"
                 )
             source = sources[-1]
         made.append(
@@ -99,8 +100,8 @@ def _heads(config: Mapping[str, Any], kinds: Sequence[bool], heads: Heads) -> li
         for each in given.values()
     ):
         raise UnsupportedModel(
-            f"per_layer_config is {given!r:.80}; it must give head_dim and num_key_value_heads of "
-            "layers, and nothing else"
+            f"per_layer_config is {given!r:.80}; it may give a layer only the keys head_dim "
+            "and num_key_value_heads"
         )
     own = [
         Heads(
@@ -111,7 +112,7 @@ def _heads(config: Mapping[str, Any], kinds: Sequence[bool], heads: Heads) -> li
     ]
     if len(set(zip(own, kinds, strict=True))) > len(set(kinds)):
         raise UnsupportedModel(
-            "per_layer_config gives different heads to layers of one kind in layer_types, which is "
-            "not supported"
+            "per_layer_config gives layers of the same type in layer_types different values "
+            "of head_dim or num_key_value_heads, which is not supported"
         )
     return own

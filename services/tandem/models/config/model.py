@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from tandem.common.dtypes import IndexKeys
 from tandem.errors import UnsupportedModel
+from tandem.models.config.experts import has_experts
+from tandem.models.config.falcon_h1 import LayerFactors, read_layer_factors
 from tandem.models.config.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
 from tandem.models.config.fields import flag, number, optional_number, optional_size, size
 from tandem.models.config.gemma4 import (
@@ -89,6 +91,7 @@ class ModelConfig:
     has_sinks: bool = False
     # Clamped SwiGLU, which is used instead of `activation`. None: `activation` is used.
     gate_clamp: GateClamp | None = None
+    layer_factors: LayerFactors | None = None  # Falcon-H1's factors on products; None: no factors
     is_mxfp4: bool = False  # True: experts are in MXFP4 (32 numbers of 4 bits share a scale).
     expert_form: ExpertForm = ""  # naming scheme of the experts' tensors
     # Quantization scheme of each matrix. None: all matrices are stored in `torch_dtype`.
@@ -104,6 +107,7 @@ class ModelConfig:
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
     has_attention_gates: bool = False  # True: attention's output is multiplied by sigmoid(gate).
+    has_head_gates: bool = False  # True: each head's output is multiplied by sigmoid(gate).
     value_dim: int | None = None  # number of elements of a head's value; None: as of its key
     value_scale: float = 1.0  # factor on values
     has_value_norms: bool = False  # True: values are normalized, without weights.
@@ -123,7 +127,7 @@ class ModelConfig:
 
     @property
     def has_states(self) -> bool:
-        """True if some layers keep a state in place of keys and values."""
+        """True if some layers keep a state."""
         return any(layer.linear is not None for layer in self.layers)
 
     @property
@@ -144,6 +148,11 @@ class ModelConfig:
     def rope_dim(self) -> int:
         """Number of elements of a head that RoPE may rotate."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def num_qkv(self) -> int:
+        """Number of elements of the queries, keys and values of a token, of all heads."""
+        return (self.num_attention_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def for_contexts(self, max_model_len: int) -> ModelConfig:
         """Returns the config for serving contexts of at most `max_model_len` tokens.
@@ -260,6 +269,9 @@ class ModelConfig:
             attention_cap=_cap(config, family, "attn_logit_softcapping"),
             has_sinks=family.has_sinks,
             gate_clamp=_gate_clamp(config, family),
+            layer_factors=(
+                read_layer_factors(config) if family.multipliers == "falcon_h1" else None
+            ),
             is_mxfp4=_has_own_quantization(config, family),
             expert_form=family.experts,
             quantization=(
@@ -270,9 +282,10 @@ class ModelConfig:
             has_fused_mlp=family.fused in ("mlp", "all"),
             may_fuse_mlp=family.fused == "maybe_mlp",
             has_rope_pairs=family.has_rope_pairs,
-            tensor_names=family.tensor_names,
+            tensor_names=_tensor_names(config, family),
             latent=latent,
             has_attention_gates=family.has_attention_gates,
+            has_head_gates=family.has_head_gates,
             value_dim=size(config, "v_head_dim") if family.has_mimo_layers else None,
             value_scale=(
                 optional_number(config, "attention_value_scale", 1.0)
@@ -357,10 +370,31 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         filled["hidden_act"] = "silu"  # MiniMax M3's name of clamped gates
     if family.has_mimo_layers and config.get("sliding_window_size") is not None:
         filled["sliding_window"] = size(config, "sliding_window_size") + 1
+    if not has_experts(filled, family):
+        filled["intermediate_size"] = filled["shared_intermediate_size"]
+    if "block_auto_adjust_ff_dim" in family.defaults and flag(filled, "block_auto_adjust_ff_dim"):
+        filled["intermediate_size"] = _adjusted(filled)
     if config.get("rope_parameters") is None:  # Older files call the field `rope_scaling`.
         scaled = bool(config.get("rope_scaling"))
         filled["rope_parameters"] = None if scaled else family.defaults.get("rope_parameters")
     return filled
+
+
+def _adjusted(config: Mapping[str, Any]) -> int:
+    """Returns the intermediate size of LFM2 for what config.json says: two thirds of it times a
+    factor, rounded up to a multiple."""
+    inner = int(2 * size(config, "intermediate_size") / 3)
+    if config.get("block_ffn_dim_multiplier") is None:
+        return inner
+    inner = int(number(config, "block_ffn_dim_multiplier", 1.0) * inner)
+    multiple = size(config, "block_multiple_of")
+    return -(-inner // multiple) * multiple
+
+
+def _tensor_names(config: Mapping[str, Any], family: Family) -> Mapping[str, str]:
+    if has_experts(config, family):
+        return family.tensor_names
+    return {**family.tensor_names, ".mlp.shared_experts.": ".mlp."}
 
 
 def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
@@ -462,6 +496,11 @@ def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
             attention=number(config, "attention_multiplier", 1.0),
             residual=number(config, "residual_multiplier", 1.0),
             logits=1.0 / number(config, "logits_scaling", 1.0),
+        )
+    if family.multipliers == "falcon_h1":
+        return Multipliers(
+            embedding=number(config, "embedding_multiplier", 1.0),
+            logits=number(config, "lm_head_multiplier", 1.0),
         )
     if family.multipliers == "cohere":
         return Multipliers(logits=number(config, "logit_scale", 0.0625))

@@ -160,8 +160,8 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
     first = [next(filter(None, of_name), "") for of_name in zip(*numbers, strict=True)]
     if lists and not any(map(str.isdecimal, first)):
         raise UnsupportedModel(
-            f"layers_pattern is {lists!r:.80}; it must be layers, the name of this model's only "
-            "list of layers"
+            f'layers_pattern is {lists!r:.80}; it must be "layers", which is the name of '
+            "this model's only list of layers"
         )
     chosen = [
         name
@@ -173,7 +173,7 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
         where = f"from {existing[0]} to {existing[-1]}" if existing else "none"
         raise UnsupportedModel(
             f"layers_to_transform is {layers!r:.80}, but none of these layers has a module of "
-            f"target_modules; the layers that have one: {where}"
+            f"target_modules. Layers with such a module: {where}"
         )
     return chosen
 

@@ -68,7 +68,7 @@ def test_without_a_c_compiler_torch_computes_and_it_is_said(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert choose_kernels(EngineConfig(model="m"), CUDA, MODEL) == "torch"
-    assert "the torch kernels are used" in caplog.text
+    assert "The torch kernels are used" in caplog.text
     assert "C compiler" in caplog.text
     with pytest.raises(ConfigError, match="C compiler"):
         choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, MODEL)

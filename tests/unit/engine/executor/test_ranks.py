@@ -253,14 +253,33 @@ def test_adapters_are_on_all_ranks(family: str, settings: dict[str, Any], tmp_pa
     assert not torch.equal(found[0][1], found[1][1])
 
 
-def test_copies_on_disk_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {**INVARIANT, "ranks_own_pools": True},
+        pytest.param(
+            {"device": "cuda", "kernels": "triton", "ranks_share_gpu": True}, marks=pytest.mark.gpu
+        ),
+    ],
+)
+def test_copies_on_disk_do_not_depend_on_the_number_of_ranks(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     folder = tiny("llama", tmp_path / "model")
     tier = {"kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 64 << 20}
     prompt = [(13 * i) % 200 for i in range(70)]
     found = []
     for num_ranks in (2, 1):
+        if num_ranks == 1:
+            settings = {name: v for name, v in settings.items() if name != "ranks_share_gpu"}
         engine, runner = make_model_engine(
-            folder, tensor_parallel=num_ranks, num_blocks=9, kv_tier_policy="lru", **tier
+            folder,
+            tensor_parallel=num_ranks,
+            num_blocks=9,
+            kv_tier_policy="lru",
+            **tier,
+            **settings,
         )
         found.append(answer(engine, prompt))
         engine.close()

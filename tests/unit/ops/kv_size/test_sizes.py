@@ -14,11 +14,11 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.memory import worker_need
 from tandem.errors import ConfigError, Incompatible
 from tandem.models.config.model import ModelConfig
 from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
-from tandem.models.memory import worker_need
 from tandem.models.shape import num_parameters
 from tandem.ops.kv_size.sizes import (
     KvSize,

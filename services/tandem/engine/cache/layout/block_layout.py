@@ -36,7 +36,7 @@ from tandem.common.dtypes import IndexKeys, RotatedKey, is_quantized, kv_part_by
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tandem.common.config.engine import EngineConfig
+    from tandem.common.config.engine import EngineOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class BlockLayout:
         )
 
 
-def num_blocks_of(config: EngineConfig, block_bytes: int, state_bytes: int = 0) -> int:
+def num_blocks_of(config: EngineOptions, block_bytes: int, state_bytes: int = 0) -> int:
     """Returns the number of blocks of a pool whose blocks have `block_bytes` bytes. `state_bytes`
     of the KV memory are for states. Raises ConfigError if not even one block fits."""
     if config.num_blocks is not None:

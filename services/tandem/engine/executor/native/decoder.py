@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
-from ctypes import Array, addressof, pointer
+from ctypes import Array, addressof, c_void_p, pointer
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from tandem.engine.cache.heavy_hitters import Sums
-from tandem.engine.cache.layout.kv_groups import LayerPlace, layer_places
+from tandem.engine.cache.layout.kv_groups import LayerPlace, layer_places, state_places
 from tandem.engine.cache.layout.pool_memory import own_pages
 from tandem.engine.executor.native.lora import (
     NativeAdapters,
@@ -43,11 +43,11 @@ from tandem.engine.executor.torch.decoder import (
     rope_tables,
 )
 from tandem.engine.executor.weights.decoder_weights import (
-    DeltaWeights,
     ExpertWeights,
     LayerWeights,
     Linear,
     ModelWeights,
+    StateWeights,
 )
 from tandem.engine.executor.weights.decoder_weights import Mlp as MlpWeights
 from tandem.engine.executor.weights.lora import LoraWeights
@@ -55,7 +55,11 @@ from tandem.engine.executor.weights.share import WHOLE, Share
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config.experts import Experts as ExpertSpec
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import (
+    GatedDelta,
+    LinearAttention,
+    Mamba2,
+)
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_only_torch
 from tandem_kernels.kv_cache import KvPool, StaticKv
@@ -63,8 +67,8 @@ from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import (
     PANEL,
+    SECTIONS_MAX,
     Activation,
-    Delta,
     Experts,
     Gating,
     Kind,
@@ -74,6 +78,8 @@ from tandem_kernels.native.library import (
     Mlp,
     Model,
     Stage,
+    StateForm,
+    StateLayer,
     Step,
     load,
 )
@@ -110,9 +116,9 @@ def why_not_native(config: ModelConfig) -> str:
         if (linear := layer.linear) is None:
             continue
         if linear.value_dim % PANEL:
-            return f"linear_value_head_dim {linear.value_dim} is not a multiple of {PANEL}"
+            return f"the head size {linear.value_dim} of states is not a multiple of {PANEL}"
         if linear.kernel > TAPS_MAX:
-            return f"linear_conv_kernel_dim {linear.kernel} is larger than {TAPS_MAX}"
+            return f"the kernel {linear.kernel} of convolutions is larger than {TAPS_MAX}"
     if config.head_dim > _HEAD_MAX and config.latent is None:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:
@@ -156,15 +162,11 @@ class NativeDecoder:
         # computed.
         self._logit_rows: list[int] = []
         self._pools: Sequence[Pool] | None = None
-        self._state_groups = {
-            place.group
-            for layer, place in zip(config.layers, layer_places(config), strict=True)
-            if layer.linear is not None
-        }
+        of_states = state_places(config)
+        self._state_groups = {place.group for place in of_states if place is not None}
         self.adapters = NativeAdapters()
-        places = layer_places(config)
         layers = (Layer * config.num_layers)(
-            *map(self._layer, config.layers, places, weights.layers)
+            *map(self._layer, config.layers, layer_places(config), of_states, weights.layers)
         )
         output = self._packer.matrix((Linear(weights.output, None, weights.output_blocks),))
         self._kept = [layers, self._packer]  # referenced here because C++ has pointers to them
@@ -314,7 +316,14 @@ class NativeDecoder:
         """Returns the seconds spent in each stage of a step since the last call of this method."""
         return self._library.take_stages(self._decoder)
 
-    def _layer(self, spec: LayerSpec, place: LayerPlace, weights: LayerWeights) -> Layer:
+    def _layer(
+        self,
+        spec: LayerSpec,
+        place: LayerPlace | None,
+        state_place: LayerPlace | None,
+        weights: LayerWeights,
+    ) -> Layer:
+        gate = weights.attention_gate
         layer = Layer(
             attention_norm=self._packer.floats(weights.attention_norm),
             attention_post_norm=self._packer.floats(weights.attention_post_norm),
@@ -323,21 +332,20 @@ class NativeDecoder:
             sinks=self._packer.floats(weights.sinks),
             mlp_norm=self._packer.floats(weights.mlp_norm),
             mlp_post_norm=self._packer.floats(weights.mlp_post_norm),
-            qkv=self._packer.matrix(
-                weights.qkv
-                if weights.attention_gate is None
-                else (*weights.qkv, weights.attention_gate)
-            ),
-            has_gates=weights.attention_gate is not None,
+            qkv=self._packer.matrix(weights.qkv if gate is None else (*weights.qkv, gate)),
+            projected_factors=self._packer.floats(weights.projected_factors),
+            num_gates=0 if gate is None else len(gate.weight),
             attention_out=self._packer.matrix((weights.attention_out,)),
             rope=self._angles.ropes.index(spec.rope),
             window=-(spec.window or 0) if spec.is_chunked else spec.window or 0,
-            group=place.group,
-            place=place.number,
+            has_attention=place is not None,
         )
-        if weights.delta is not None:
+        if place is not None:
+            layer.group, layer.place = place
+        if state_place is not None:
             assert spec.linear is not None
-            layer.delta = pointer(self._delta(spec.linear, weights.delta))
+            assert weights.state is not None
+            layer.state = pointer(self._state(spec.linear, state_place, weights.state))
         if weights.latent is not None:
             assert self._config.latent is not None
             layer.latent = pointer(self._packer.latent(self._config.latent, weights.latent))
@@ -350,23 +358,43 @@ class NativeDecoder:
             layer.mlp = self._mlp(weights.mlp)
         return layer
 
-    def _delta(self, sizes: GatedDelta, weights: DeltaWeights) -> Delta:
-        q, k, v = (taps.t().contiguous() for taps in torch.split(weights.conv, sizes.sections))
-        delta = Delta(
-            q_taps=self._packer.floats(q),
-            k_taps=self._packer.floats(k),
-            v_taps=self._packer.floats(v),
+    def _state(
+        self, sizes: LinearAttention, place: LayerPlace, weights: StateWeights
+    ) -> StateLayer:
+        def of_sections(channels: torch.Tensor | None) -> Array[c_void_p]:
+            parts = () if channels is None else torch.split(channels, sizes.sections)
+            return (c_void_p * SECTIONS_MAX)(
+                *(self._packer.floats(part.t().contiguous()) for part in parts)
+            )
+
+        norm = torch.ones(sizes.num_outputs) if weights.norm is None else weights.norm.float()
+        if isinstance(sizes, GatedDelta):
+            norm = norm.repeat(sizes.num_heads)
+        layer = StateLayer(
+            taps=of_sections(weights.conv),
+            conv_bias=of_sections(weights.conv_bias),
             a_log=self._packer.floats(weights.a_log),
             dt_bias=self._packer.floats(weights.dt_bias),
-            norm=self._packer.floats(weights.norm),
-            num_k_heads=sizes.num_key_heads,
-            num_v_heads=sizes.num_value_heads,
+            skip=self._packer.floats(weights.skip),
+            norm=self._packer.floats(norm * weights.output_factor),
+            form=_form(sizes),
+            has_norm=weights.norm is not None,
+            num_k_heads=_num_key_heads(sizes),
+            num_v_heads=sizes.num_heads,
             key_dim=sizes.key_dim,
-            value_dim=sizes.value_dim,
+            value_dim=sizes.num_outputs // sizes.num_heads,
             num_taps=sizes.kernel,
+            group=place.group,
+            place=place.number,
+            rate_max=sizes.rate_max if isinstance(sizes, GatedDelta) else 1.0,
+            norm_eps=self._norm_eps_of(sizes),
         )
-        self._packer.keep(delta)
-        return delta
+        self._packer.keep(layer)
+        return layer
+
+    def _norm_eps_of(self, sizes: LinearAttention) -> float:
+        own = sizes.norm_eps if isinstance(sizes, GatedDelta) else None
+        return self._config.rms_norm_eps if own is None else own
 
     def _experts(
         self, spec: ExpertSpec, weights: ExpertWeights, norm: torch.Tensor | None
@@ -399,6 +427,18 @@ class NativeDecoder:
         return Mlp(gate_up=gate_up, down=self._packer.matrix((weights.down,)))
 
 
+def _form(sizes: LinearAttention) -> StateForm:
+    if isinstance(sizes, GatedDelta):
+        return StateForm.GATED_DELTA
+    return StateForm.MAMBA2 if isinstance(sizes, Mamba2) else StateForm.SHORT_CONV
+
+
+def _num_key_heads(sizes: LinearAttention) -> int:
+    if isinstance(sizes, GatedDelta):
+        return sizes.num_key_heads
+    return sizes.num_groups if isinstance(sizes, Mamba2) else 1
+
+
 def _shared_inner(spec: LayerSpec) -> int:
     return spec.experts.shared_inner if spec.experts else 0
 
@@ -406,7 +446,9 @@ def _shared_inner(spec: LayerSpec) -> int:
 def _gating(config: ModelConfig) -> Gating:
     if clamp := config.gate_clamp:
         return Gating(Activation.CLAMPED, clamp.alpha, clamp.limit)
-    return Gating(_ACTIVATIONS[config.activation], 0.0, 0.0)
+    if factors := config.layer_factors:
+        return Gating(Activation.SILU, factors.gate, factors.down)
+    return Gating(_ACTIVATIONS[config.activation], 1.0, 1.0)
 
 
 class SentStep(NamedTuple):

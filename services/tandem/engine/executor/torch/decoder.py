@@ -8,7 +8,7 @@
 Some model families add norms after attention and the MLP, norms of q and k, layers with a window or
 without rotation, and constant factors (models/config/families.py). In other families, a layer has
 several MLPs, called experts, and a router that chooses some of them for each token. Layers with
-linear attention keep a state in place of keys and values (models/config/linear_attention.py).
+linear attention keep a state (models/config/linear_attention.py).
 
 The decoder works on tensors and the KV pool. It knows neither sequences nor scheduling.
 """
@@ -18,14 +18,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import gelu, silu
 
-from tandem.engine.cache.layout.kv_groups import layer_places
+from tandem.engine.cache.layout.kv_groups import layer_places, state_places
 from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
 from tandem.engine.executor.torch.indexers import StepIndexers
 from tandem.engine.executor.torch.inputs import StepInputs
 from tandem.engine.executor.torch.lora import NO_LORA, ProductName, StepLora
 from tandem.engine.executor.weights.decoder_weights import (
     LATENT_NORM_EPS,
-    DeltaWeights,
     ExpertWeights,
     LatentWeights,
     LayerInputWeights,
@@ -33,12 +32,13 @@ from tandem.engine.executor.weights.decoder_weights import (
     Linear,
     Mlp,
     ModelWeights,
+    StateWeights,
 )
 from tandem.engine.executor.weights.expand import embedded, pieces
 from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
 from tandem.models.config.layers import Heads, LayerSpec
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import LinearAttention, Mamba2, ShortConv
 from tandem.models.config.model import GateClamp, ModelConfig
 from tandem.models.config.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
@@ -47,7 +47,7 @@ from tandem_kernels.dispatch import Angles, Attention, Kernels
 from tandem_kernels.experts import choose_experts, choose_in_groups
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.linear_attention import StateSpan, delta_gates
-from tandem_kernels.norm import gated_rms_norm
+from tandem_kernels.norm import gated_rms_norm, rms_norm_of_gated
 from tandem_kernels.rope import (
     query_factors,
     rotary_angles,
@@ -81,6 +81,7 @@ class Decoder:
             (layer.rope, dim): rope_tables(layer.rope, dim, device) for layer, dim in dims.items()
         }
         self._places = layer_places(config)
+        self._state_places = state_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
         # The output of the final norm for each row of the last step's logits: [rows, hidden].
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
@@ -109,7 +110,7 @@ class Decoder:
             for group, window, is_chunked in dict.fromkeys(
                 (place.group, spec.window, spec.is_chunked)
                 for spec, place in zip(specs, self._places, strict=True)
-                if spec.linear is None
+                if place is not None
             )
         }
         indexers = None
@@ -127,25 +128,30 @@ class Decoder:
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         layer_inputs = self._per_layer_inputs(inputs.token_ids, x)
-        layers = zip(specs, self._places, self._weights.layers, strict=True)
-        for index, (spec, place, layer) in enumerate(layers):
+        layers = zip(specs, self._places, self._state_places, self._weights.layers, strict=True)
+        for index, (spec, place, state_place, layer) in enumerate(layers):
             normed = self._norm_hidden(x, layer.attention_norm)
-            pool = pools[place.group]
             projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
+            if layer.projected_factors is not None:
+                projected = (projected * layer.projected_factors).to(projected.dtype)
             tell_written = on_kv_written if index + 1 == self._config.num_layers else None
-            if spec.linear is not None:
-                assert isinstance(pool, StatePool)
-                assert layer.delta is not None
-                attended = self._delta(
+            if state_place is not None:
+                states = pools[state_place.group]
+                assert isinstance(states, StatePool)
+                assert spec.linear is not None
+                assert layer.state is not None
+                num_own = 0 if place is None else self._config.num_qkv
+                of_state = self._state(
                     spec.linear,
-                    layer.delta,
-                    projected,
-                    pool.matrices(place.number),
-                    pool.convs(place.number),
-                    inputs.state_spans[place.group],
+                    layer.state,
+                    projected[:, num_own:],
+                    states.matrices(state_place.number),
+                    states.convs(state_place.number),
+                    inputs.state_spans[state_place.group],
                 )
-            else:
-                assert isinstance(pool, KvPool)
+                projected = projected[:, :num_own]
+            if place is not None:
+                pool = kv_pools[place.group]
                 angles = all_angles[spec.rope, self._rope_dim(spec)]
                 query_latents = None
                 if layer.latent is None:
@@ -163,7 +169,7 @@ class Decoder:
                     indexers.write_keys(index, layer.indexer, normed, angles)
             if tell_written is not None and self._ranks is ALONE:
                 tell_written()
-            if spec.linear is None:
+            if place is not None:
                 choice = None
                 if indexers is not None:
                     choice = indexers.choice(index, layer.indexer, normed, query_latents, angles)
@@ -174,9 +180,15 @@ class Decoder:
                 latents = attended[..., : layer.latent.values.shape[-1]]
                 attended = self._kernels.linear_of_heads(latents, layer.latent.values)
                 attended = lora.add_of_heads(index, "latent_values", attended, latents)
+            if state_place is not None:
+                attended = (
+                    of_state if place is None else torch.cat((attended.flatten(1), of_state), 1)
+                )
             attended = attended.flatten(1)
             if layer.attention_gate is not None:
-                attended = attended * torch.sigmoid(self._project(normed, (layer.attention_gate,)))
+                gates = self._project(normed, (layer.attention_gate,))
+                gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
+                attended = attended * torch.sigmoid(gates)
             share = self._out(index, "attention_out", layer.attention_out, attended, lora)
             delta = whole_of(self._ranks, self._config.hidden_size, share)
             if tell_written is not None and self._ranks is not ALONE:
@@ -322,43 +334,89 @@ class Decoder:
         stored = torch.cat((normed, rotated[:, -1]), 1)[:num_tokens].unsqueeze(1)
         return query_latents, (torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored)
 
-    def _delta(
+    def _state(
         self,
-        sizes: GatedDelta,
-        weights: DeltaWeights,
+        sizes: LinearAttention,
+        weights: StateWeights,
         projected: torch.Tensor,
         states: torch.Tensor,
         conv_states: torch.Tensor,
         spans: Sequence[StateSpan],
     ) -> torch.Tensor:
-        """Computes a Gated DeltaNet layer up to its output matrix. `projected` has the channels of
-        the convolution, the output gates z, and b and a side by side. Updates the states of the
-        spans. Returns [rows, value heads, value dim]."""
-        num_heads = sizes.num_value_heads
-        channels, z, b, a = torch.split(
-            projected, [sizes.num_channels, num_heads * sizes.value_dim, num_heads, num_heads], 1
-        )
-        q, k, v = (
-            causal_conv1d(x, taps, None, inputs, spans, silu)
-            for x, taps, inputs in zip(
-                torch.split(channels, sizes.sections, 1),
-                torch.split(weights.conv, sizes.sections),
-                torch.split(conv_states, [num // num_heads for num in sizes.sections], -1),
-                strict=True,
+        """Computes a layer that keeps a state up to its output matrix. `projected` is the product
+        of its first matrices (`LayerWeights.qkv`). Updates the states of the spans. Returns
+        [rows, outputs]."""
+
+        def convolve(
+            channels: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor] | None
+        ) -> list[torch.Tensor]:
+            biases = (
+                [None] * len(sizes.sections)
+                if weights.conv_bias is None
+                else torch.split(weights.conv_bias, sizes.sections)
             )
+            return [
+                causal_conv1d(x, taps, bias, inputs, spans, activation)
+                for x, taps, bias, inputs in zip(
+                    torch.split(channels, sizes.sections, 1),
+                    torch.split(weights.conv, sizes.sections),
+                    biases,
+                    torch.split(conv_states, sizes.head_sections, -1),
+                    strict=True,
+                )
+            ]
+
+        if isinstance(sizes, ShortConv):
+            before, after, x = projected.chunk(3, 1)
+            return after * convolve(before * x, None)[0]
+        num_rows, num_heads = len(projected), sizes.num_heads
+        assert weights.a_log is not None
+        assert weights.dt_bias is not None
+        if isinstance(sizes, Mamba2):
+            assert weights.skip is not None
+            z, channels, dt = torch.split(
+                projected, [sizes.num_outputs, sizes.num_channels, num_heads], 1
+            )
+            x, b, c = convolve(channels, silu)
+            out = self._kernels.mamba2(
+                x.view(num_rows, num_heads, -1),
+                dt,
+                b.view(num_rows, sizes.num_groups, -1),
+                c.view(num_rows, sizes.num_groups, -1),
+                weights.a_log,
+                weights.skip,
+                weights.dt_bias,
+                (0.0, torch.inf),
+                states,
+                spans,
+            )
+            out = out.flatten(1)
+            if weights.norm is None:
+                out = (out.float() * silu(z.float())).to(out.dtype)
+            else:
+                size = sizes.num_outputs // sizes.num_groups
+                out = rms_norm_of_gated(out, z, weights.norm, self._config.rms_norm_eps, size)
+            return out if weights.output_factor == 1.0 else out * weights.output_factor
+        assert weights.norm is not None
+        channels, z, b, a = torch.split(
+            projected, [sizes.num_channels, sizes.num_outputs, num_heads, num_heads], 1
         )
+        q, k, v = convolve(channels, silu)
         log_decay, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
+        beta = beta * sizes.rate_max
         out = self._kernels.gated_delta_rule(
-            q.view(len(q), -1, sizes.key_dim),
-            k.view(len(k), -1, sizes.key_dim),
-            v.view(len(v), -1, sizes.value_dim),
+            q.view(num_rows, -1, sizes.key_dim),
+            k.view(num_rows, -1, sizes.key_dim),
+            v.view(num_rows, -1, sizes.value_dim),
             log_decay,
             beta,
             states,
             spans,
         )
-        gates = z.view(len(z), num_heads, -1)
-        return gated_rms_norm(out, gates, weights.norm, self._config.rms_norm_eps)
+        gates = z.view(num_rows, num_heads, -1)
+        eps = self._config.rms_norm_eps if sizes.norm_eps is None else sizes.norm_eps
+        out = gated_rms_norm(out, gates, weights.norm, eps)
+        return out.flatten(1)
 
     def _out(
         self, index: int, product: ProductName, matrix: Linear, x: torch.Tensor, lora: StepLora
@@ -383,6 +441,9 @@ class Decoder:
             gate, up = torch.cat(parts, 1).chunk(2, dim=-1)
         if self._config.gate_clamp is not None:
             gated = _gate_clamped(self._config.gate_clamp, gate, up)
+        elif self._config.layer_factors is not None:
+            gated = silu(gate * self._config.layer_factors.gate).mul_(up)
+            gated = gated * self._config.layer_factors.down
         elif self._config.activation == "silu":
             gated = silu(gate).mul_(up)
         else:

@@ -92,14 +92,19 @@ class IndexerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """The additional weights of a Gated DeltaNet layer
-    (tandem/models/config/linear_attention.py)."""
+class StateWeights:
+    """The additional weights of a layer that keeps a state
+    (tandem/models/config/linear_attention.py). A short convolution has only the first two."""
 
-    conv: torch.Tensor  # [channels, kernel]: the channels of q, of k and of v
-    a_log: torch.Tensor  # [value heads], float32: logarithm of the decay's factor
-    dt_bias: torch.Tensor  # [value heads], float32: added to the decay's input
-    norm: torch.Tensor  # [value dim]: the norm of each value head's output
+    conv: torch.Tensor  # [channels, kernel]: the channels of each section, in their order
+    conv_bias: torch.Tensor | None = None  # [channels]
+    a_log: torch.Tensor | None = None  # [heads], float32: logarithm of the decay's factor
+    dt_bias: torch.Tensor | None = None  # [heads], float32: added to the decay's input
+    skip: torch.Tensor | None = None  # [heads], float32: Mamba 2's D, a factor on x in the output
+    # The norm of the output, [value dim] for the value heads of Gated DeltaNet, [outputs] for Mamba
+    # 2. None: no norm.
+    norm: torch.Tensor | None = None
+    output_factor: float = 1.0  # factor on the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +131,15 @@ class LayerWeights:
     norms. In these families, the norms in this class include the offset and are in float32."""
 
     # The matrices q, k and v, or one matrix with the rows of all three. With latent attention, two
-    # matrices: the first computes the queries or the latent of the queries, the second the KV. With
-    # linear attention, four matrices: the channels of the convolution [channels, hidden], the
-    # output gates z [value heads * value dim, hidden], and b and a [value heads, hidden] each.
+    # matrices: the first computes the queries or the latent of the queries, the second the KV. In a
+    # layer that keeps a state, the rows are:
+    #   Gated DeltaNet      the channels of the convolution, the output gates z [outputs], and b and
+    #                       a [value heads] each
+    #   Mamba 2             z [outputs], the channels of the convolution, and dt [heads]
+    #   short convolution   B, C and x [channels] each
+    # If the layer has attention, too, q, k and v come first.
     qkv: tuple[Linear, ...]
+    # [hidden, outputs of attention or of the state]; with both, those of attention come first
     attention_out: Linear
     mlp: Mlp | ExpertWeights
     attention_norm: torch.Tensor | None = None  # the norm before attention
@@ -142,9 +152,12 @@ class LayerWeights:
     sinks: torch.Tensor | None = None
     latent: LatentWeights | None = None  # None: the layer has no latent attention
     indexer: IndexerWeights | None = None  # None: the layer has no indexer
-    # [heads * head_dim, hidden]: the sigmoid of its product is a factor on attention's output
+    # [heads * head_dim or heads, hidden]: the sigmoid of its product is a factor on attention's
+    # output
     attention_gate: Linear | None = None
-    delta: DeltaWeights | None = None  # None: the layer has no linear attention
+    state: StateWeights | None = None  # None: the layer keeps no state
+    # [rows of qkv], float32: factors on the product of qkv; None: no factors
+    projected_factors: torch.Tensor | None = None
     scalar: torch.Tensor | None = None  # [1], a factor on the layer's output; None: no factor
     # None: tokens have no embeddings for layers.
     layer_inputs: LayerInputWeights | None = None

@@ -19,7 +19,6 @@ import torch
 
 from tandem.engine.executor.weights.checkpoint import check_tied, map_files
 from tandem.engine.executor.weights.decoder_weights import (
-    DeltaWeights,
     ExpertWeights,
     IndexerWeights,
     LatentWeights,
@@ -30,6 +29,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     ModelWeights,
     PerLayerWeights,
     Quantized,
+    StateWeights,
 )
 from tandem.engine.executor.weights.experts import load_experts
 from tandem.engine.executor.weights.released_memory import FilePages
@@ -58,14 +58,14 @@ from tandem.models.checkpoint.weight_shapes import (
     LAYER_EMBEDDING,
     LAYER_NORM,
     LAYER_PROJECTION,
-    NORMS,
     OUTPUT,
+    norm_names,
 )
 from tandem.models.config.experts import Experts
 from tandem.models.config.indexer import Indexer
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2
 from tandem.models.config.model import ModelConfig
 from tandem.models.config.rope import Rope
 from tandem.models.files import naming
@@ -243,10 +243,22 @@ class _Builder:
         mlp = self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp")
         norms: dict[str, Any] = {
             field: self.norm(f"{name}.{stored}.weight")
-            for field, stored in NORMS[self._config.norms].items()
+            for field, stored in norm_names(self._config, spec).items()
         }
         if spec.linear is not None:
-            return self._delta_layer(f"{name}.linear_attn", spec.linear, mlp, norms)
+            of_state, out, state = self._state(f"{name}.linear_attn", spec.linear)
+            if not spec.has_attention:
+                return LayerWeights(qkv=of_state, attention_out=out, mlp=mlp, state=state, **norms)
+            own = tensors.joined(*(f"{attention}.{part}_proj" for part in "qkv"))
+            o_proj = tensors.tensor(f"{attention}.o_proj.weight")
+            return LayerWeights(
+                qkv=(*self._rotary_first(own, spec), *of_state),
+                attention_out=Linear(torch.cat((o_proj, out.weight), 1), None),
+                mlp=mlp,
+                state=state,
+                projected_factors=self._projected_factors(spec.linear),
+                **norms,
+            )
         if self._config.qk_norm == "rotated_plain" and spec.rope.theta is not None:
             norms["q_norm"] = norms["k_norm"] = self._tensors.ones(self._config.head_dim)
         elif self._config.qk_norm and self._config.qk_norm != "rotated_plain":
@@ -269,6 +281,8 @@ class _Builder:
                 parts_of_layer = "q"
             own = tensors.joined(*(f"{attention}.{part}_proj" for part in parts_of_layer))
             qkv = self._rotary_first(own, spec)
+        if self._config.has_head_gates:
+            gate = tensors.linear(f"{attention}.g_proj")
         return LayerWeights(
             qkv=qkv,
             attention_out=tensors.linear(f"{attention}.o_proj"),
@@ -329,40 +343,75 @@ class _Builder:
         values = self._tensors.tensor(f"{name}.v_proj.weight")
         return tuple(Linear(rows, None) for rows in (queries, keys, values)), Linear(gates, None)
 
-    def _delta_layer(
-        self,
-        name: str,
-        sizes: GatedDelta,
-        mlp: Mlp | ExpertWeights,
-        norms: Mapping[str, Any],
-    ) -> LayerWeights:
+    def _state(
+        self, name: str, sizes: LinearAttention
+    ) -> tuple[tuple[Linear, ...], Linear, StateWeights]:
+        """Returns the first matrices, the last matrix and the other weights of a layer that keeps a
+        state."""
         tensors = self._tensors
-        if sizes.is_joined:
-            # For each key head, the rows of q, k, v and z, and the rows of b and a.
-            values = sizes.group * sizes.value_dim
-            qkvz = tensors.tensor(f"{name}.in_proj_qkvz.weight")
-            qkvz = qkvz.view(sizes.num_key_heads, -1, qkvz.shape[1])
-            sections = torch.split(qkvz, [sizes.key_dim, sizes.key_dim, values, values], 1)
-            q, k, v, z = (rows.flatten(0, 1) for rows in sections)
-            ba = tensors.tensor(f"{name}.in_proj_ba.weight")
-            b, a = ba.view(sizes.num_key_heads, 2, sizes.group, -1).unbind(1)
-            parts = [torch.cat((q, k, v)), z, b.flatten(0, 1), a.flatten(0, 1)]
+        conv = [f"{name}.conv1d.weight"]
+        first: tuple[Linear, ...]
+        if isinstance(sizes, GatedDelta) and sizes.form == "apart":
+            first = tuple(tensors.linear(f"{name}.{part}_proj") for part in "qkvgba")
+            conv = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
+        elif isinstance(sizes, GatedDelta):
+            first = tuple(Linear(part, None) for part in self._delta_parts(name, sizes))
         else:
-            parts = [
+            first = (tensors.linear(f"{name}.in_proj"),)
+
+        def floats(part: str) -> torch.Tensor | None:
+            return tensors.floats(f"{name}.{part}") if f"{name}.{part}" in tensors else None
+
+        norm, bias = f"{name}.norm.weight", f"{name}.conv1d.bias"
+        factors = self._config.layer_factors
+        state = StateWeights(
+            conv=torch.cat([tensors.tensor(part) for part in conv]).squeeze(1),
+            conv_bias=tensors.tensor(bias) if bias in tensors else None,
+            a_log=floats("A_log"),
+            dt_bias=floats("dt_bias"),
+            skip=floats("D"),
+            norm=tensors.tensor(norm) if norm in tensors else None,
+            output_factor=1.0 if factors is None else factors.output,
+        )
+        return first, tensors.linear(f"{name}.out_proj"), state
+
+    def _projected_factors(self, sizes: LinearAttention) -> torch.Tensor | None:
+        """Returns the factors on the product of q, k, v and the first matrix of Mamba 2."""
+        factors, config = self._config.layer_factors, self._config
+        if factors is None or not isinstance(sizes, Mamba2):
+            return None
+        num_queries, num_keys = (
+            num * config.head_dim for num in (config.num_attention_heads, config.num_kv_heads)
+        )
+        nums = (
+            num_queries,
+            num_keys,
+            num_keys,
+            sizes.num_outputs,
+            *sizes.sections,
+            sizes.num_heads,
+        )
+        values = (factors.query, factors.key, factors.value, *factors.projected)
+        return torch.cat(
+            [torch.full((num,), value) for num, value in zip(nums, values, strict=True)]
+        )
+
+    def _delta_parts(self, name: str, sizes: GatedDelta) -> list[torch.Tensor]:
+        """Returns the matrices of Gated DeltaNet: q with k and v, z, b, and a."""
+        tensors = self._tensors
+        if sizes.form != "joined":
+            return [
                 tensors.tensor(f"{name}.in_proj_{part}.weight") for part in ("qkv", "z", "b", "a")
             ]
-        return LayerWeights(
-            qkv=tuple(Linear(part, None) for part in parts),
-            attention_out=tensors.linear(f"{name}.out_proj"),
-            mlp=mlp,
-            delta=DeltaWeights(
-                conv=tensors.tensor(f"{name}.conv1d.weight").squeeze(1),
-                a_log=tensors.floats(f"{name}.A_log"),
-                dt_bias=tensors.floats(f"{name}.dt_bias"),
-                norm=tensors.tensor(f"{name}.norm.weight"),
-            ),
-            **norms,
-        )
+        # For each key head, the rows of q, k, v and z, and the rows of b and a.
+        values = sizes.group * sizes.value_dim
+        qkvz = tensors.tensor(f"{name}.in_proj_qkvz.weight")
+        qkvz = qkvz.view(sizes.num_key_heads, -1, qkvz.shape[1])
+        sections = torch.split(qkvz, [sizes.key_dim, sizes.key_dim, values, values], 1)
+        q, k, v, z = (rows.flatten(0, 1) for rows in sections)
+        ba = tensors.tensor(f"{name}.in_proj_ba.weight")
+        b, a = ba.view(sizes.num_key_heads, 2, sizes.group, -1).unbind(1)
+        return [torch.cat((q, k, v)), z, b.flatten(0, 1), a.flatten(0, 1)]
 
     def _of_latent(self, name: str, rotated: RotatedRows) -> Linear:
         weight = Linear(self._tensors.tensor(f"{name}.weight"), None)
