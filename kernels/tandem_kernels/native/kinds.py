@@ -58,6 +58,7 @@ class Activation(IntEnum):
     SILU = 0
     GELU_TANH = 1
     CLAMPED = 2
+    RELU_SQUARED = 3  # of an MLP without gates
 
 
 class StateForm(IntEnum):

@@ -90,8 +90,8 @@ def _brings_next_of(other: Sequence, hashes: list[bytes], depth: int) -> bool:
     to both sequences, because a block's hash covers the blocks before it."""
     comes = _next_depth(other)
     theirs = other.block_hashes
-    is_common = comes <= min(len(hashes), len(theirs)) and hashes[comes - 1] == theirs[comes - 1]
-    return comes > depth and is_common
+    is_later = depth < comes <= min(len(hashes), len(theirs))
+    return is_later and hashes[comes - 1] == theirs[comes - 1]
 
 
 def _next_depth(other: Sequence) -> int:
@@ -102,8 +102,7 @@ def _next_depth(other: Sequence) -> int:
         return other.num_stored_blocks + 1
     if other.status is Status.WAITING_FOR_KV:
         return other.num_prefix_blocks
-    position = other.checkpoints.next_after(other.num_computed_tokens, other.num_prefill_tokens)
-    return position // other.block_size
+    return other.next_checkpoint // other.block_size
 
 
 def _pulls_most_of(other: Sequence, hashes: list[bytes], depth: int) -> bool:

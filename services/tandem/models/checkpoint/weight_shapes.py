@@ -72,6 +72,7 @@ from collections.abc import Collection
 
 from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.expert_names import ExpertNames, Shapes, shared_mlp
+from tandem.models.config.gemma3n import AltUp
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2, ShortConv
@@ -84,6 +85,10 @@ FINAL_NORM = "model.norm.weight"
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 LAYER_PROJECTION = "model.per_layer_model_projection.weight"
 LAYER_NORM = "model.per_layer_projection_norm.weight"
+# Beginnings of the names of matrices that make copies of the residual stream and merge them
+# (`AltUp`). A number follows.
+COPY_PROJECTIONS = "model.altup_projections"
+MERGE_PROJECTIONS = "model.altup_unembed_projections"
 # Value of `ModelConfig.norms` -> (field of LayerWeights -> name of the norm in checkpoints).
 NORMS: dict[str, dict[str, str]] = {
     "before": {
@@ -108,6 +113,14 @@ NORMS: dict[str, dict[str, str]] = {
         "mlp_post_norm": "post_mlp_layernorm",
     },
 }
+# Field of ExpertWeights -> name of the norm, and two factors (`Experts.has_own_norms`).
+EXPERT_NORMS = {
+    "input_norm": "pre_feedforward_layernorm_2",
+    "output_norm": "post_feedforward_layernorm_2",
+    "shared_output_norm": "post_feedforward_layernorm_1",
+}
+ROUTER_SCALE = "router.scale"  # the weights of the router's norm, times the root of hidden
+EXPERT_SCALES = "router.per_expert_scale"
 _WHOLE, _KEYS, _VALUES = (f"self_attn.{part}_b_proj.weight" for part in ("kv", "k", "v"))
 
 
@@ -124,6 +137,12 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
         shapes[LAYER_EMBEDDING] = (config.per_layer_inputs.vocab_size, width)
         shapes[LAYER_PROJECTION] = (width, hidden)
         shapes[LAYER_NORM] = (config.per_layer_inputs.size,)
+    if config.alt_up is not None:
+        shapes |= {
+            f"{name}.{at}.weight": (hidden, hidden)
+            for name in (COPY_PROJECTIONS, MERGE_PROJECTIONS)
+            for at in range(config.alt_up.num - 1)
+        }
     names = ExpertNames.of(config, stored)
     if not names.is_stacked and _num_experts(config) > len(stored):
         raise UnsupportedModel(
@@ -137,11 +156,10 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             layer |= _state_shapes(spec.linear, hidden)
         if spec.has_attention:
             layer |= _attention_shapes(config, spec, f"model.layers.{i}", stored)
-        layer |= (
-            names.shapes(spec.experts, hidden)
-            if spec.experts
-            else _mlp_shapes(config, "mlp", spec.inner or 0, f"model.layers.{i}", stored)
-        )
+        if spec.experts:
+            layer |= names.shapes(spec.experts, hidden)
+        elif spec.has_mlp:
+            layer |= _mlp_shapes(config, "mlp", spec.inner or 0, f"model.layers.{i}", stored)
         if config.has_layer_scalars:
             layer["layer_scalar"] = (1,)
         if config.per_layer_inputs is not None:
@@ -149,10 +167,15 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             layer["per_layer_input_gate.weight"] = (size, hidden)
             layer["per_layer_projection.weight"] = (hidden, size)
             layer["post_per_layer_input_norm.weight"] = (hidden,)
+        if config.alt_up is not None:
+            layer |= _alt_up_shapes(config.alt_up, hidden)
         if spec.experts and spec.experts.shared_inner:
             name = shared_mlp(spec.experts)
             inner = spec.experts.shared_inner
             layer |= _mlp_shapes(config, name, inner, f"model.layers.{i}", stored)
+        if spec.experts and spec.experts.has_own_norms:
+            layer |= {f"{name}.weight": (hidden,) for name in EXPERT_NORMS.values()}
+            layer |= {ROUTER_SCALE: (hidden,), EXPERT_SCALES: (spec.experts.num,)}
         if spec.experts and spec.experts.has_shared_gate:
             layer["mlp.shared_expert_gate.weight"] = (1, hidden)
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
@@ -165,6 +188,9 @@ def _num_experts(config: ModelConfig) -> int:
 
 def norm_names(config: ModelConfig, spec: LayerSpec) -> dict[str, str]:
     """Maps the fields of `LayerWeights` that are norms of a layer to their names in checkpoints."""
+    mixes = spec.has_attention or spec.linear is not None
+    if config.norms == "single":
+        return {"attention_norm" if mixes else "mlp_norm": "norm"}
     if config.norms != "after_attention":
         return NORMS[config.norms]
     return NORMS["after" if spec.has_attention else "before"]
@@ -322,6 +348,19 @@ def _indexer_shapes(config: ModelConfig, spec: LayerSpec) -> Shapes:
     return {f"self_attn.indexer.{name}": shape for name, shape in shapes.items()}
 
 
+def _alt_up_shapes(sizes: AltUp, hidden: int) -> Shapes:
+    return {
+        "altup.correct_output_scale": (hidden,),
+        "altup.correction_coefs.weight": (sizes.num, sizes.num),
+        "altup.prediction_coefs.weight": (sizes.num**2, sizes.num),
+        "altup.modality_router.weight": (sizes.num, hidden),
+        "altup.router_norm.weight": (hidden,),
+        "laurel.linear_left.weight": (sizes.laurel_rank, hidden),
+        "laurel.linear_right.weight": (hidden, sizes.laurel_rank),
+        "laurel.post_laurel_norm.weight": (hidden,),
+    }
+
+
 def _mlp_shapes(
     config: ModelConfig, name: str, inner: int, layer: str, stored: Collection[str]
 ) -> Shapes:
@@ -331,9 +370,11 @@ def _mlp_shapes(
     has_bias = config.mlp_bias
     inner = inner or config.intermediate_size
     linears = {f"{name}.down_proj": (hidden, inner, has_bias)}
-    is_fused = config.may_fuse_mlp and f"{layer}.{name}.gate_up_proj.weight" in stored
+    is_fused = config.may_fuse_mlp and f"{layer}.{name}.gate_proj.weight" not in stored
     if config.has_fused_mlp or is_fused:
         linears[f"{name}.gate_up_proj"] = (2 * inner, hidden, has_bias)
+    elif not config.has_gates:
+        linears[f"{name}.up_proj"] = (inner, hidden, has_bias)
     else:
         linears[f"{name}.gate_proj"] = linears[f"{name}.up_proj"] = (inner, hidden, has_bias)
     return _linear_shapes(linears)

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Norms = Literal["before", "after", "after_attention", "around", "around_glm", "parallel"]
+Norms = Literal["before", "after", "after_attention", "around", "around_glm", "parallel", "single"]
 QkNorm = Literal["", "head", "all", "rotated", "rotated_plain"]
 Linear = Literal[
     "", "gated_delta", "gated_delta_joined", "gated_delta_apart", "short_conv", "mamba2"
 ]
 Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
-ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4", "granite"]
+ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4", "granite", "nemotron"]
 Fused = Literal["", "mlp", "maybe_mlp", "all"]
-ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed"]
+ExpertLayers = Literal["all", "steps", "from", "types", "range", "kinds", "listed", "switched"]
 Indexers = Literal["", "own", "shared", "blocks"]
 
 
@@ -33,7 +33,8 @@ class Family:
         "around": on both;
         "around_glm": on both, with the tensor names of GLM 4;
         "parallel": one norm on the input of both: the MLP reads the residual stream before the
-            output of attention is added (Cohere).
+            output of attention is added (Cohere);
+        "single": one norm on the input of a layer that has only one part (Nemotron-H).
     centers_norms: norms of the residual stream are LayerNorms without biases, not RMSNorms.
     norm_offset: a number added to the stored weights of norms: 1 for Gemma, otherwise 0.
     qk_norm: RMSNorm of q and k, before RoPE if nothing else is said:
@@ -69,7 +70,8 @@ class Family:
     rope_if: the condition under which layers have RoPE:
         "": always;
         "named": `position_embedding_type` is "rope";
-        "given": `rope_theta` of `rope_parameters` is not null.
+        "given": `rope_theta` of `rope_parameters` is not null;
+        "never": no layer has RoPE.
     rope_in_windows: whether only the layers with a window have RoPE:
         "": no;
         "or_all": yes; if `sliding_window` is null, all layers have RoPE;
@@ -96,6 +98,7 @@ class Family:
         "granite": the factors in keys such as `embedding_multiplier`;
         "gemma": embeddings are multiplied by the square root of the hidden size, and scores are
             divided by the square root of `query_pre_attn_scalar`;
+        "gemma3n": as "gemma", but scores are not divided;
         "cohere": logits are multiplied by `logit_scale`;
         "falcon_h1": the factors in keys such as `lm_head_multiplier` (falcon_h1.py).
     experts: the naming of the experts' config keys and tensors; empty: there are no experts.
@@ -106,7 +109,9 @@ class Family:
         "types": those that `mlp_layer_types` calls "sparse"; without it, as "from";
         "range": every `moe_layer_interval`-th layer from `moe_layer_start_index` to
             `moe_layer_end_index` (-1: the last layer);
-        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer.
+        "kinds": those that `layer_types` calls "moe";
+        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer;
+        "switched": all if `enable_moe_block` is true, else none.
     has_shared_gate: layers with experts have one shared expert, whose output is multiplied by the
         sigmoid of a learned gate.
     has_sigmoids: the score of an expert is the sigmoid of its logit instead of a softmax.
@@ -118,7 +123,9 @@ class Family:
     has_rotary_dim: `rotary_dim` is the number of rotated elements of a head, if nothing else says.
     has_gemma4_layers: the layers are Gemma 4's: those without a window have heads of their own
         (`global_head_dim`), the last ones read the KV of earlier layers (`num_kv_shared_layers`),
-        values are normalized, and each layer has a scalar and may have embeddings of its own.
+        values are normalized, and each layer has a scalar and may have embeddings of its own. Its
+        experts and its dense MLP are side by side, with norms of their own.
+    has_alt_up: the layers are Gemma 3n's (gemma3n.py).
     is_latent: attention is latent (latent.py).
     indexer: the layers that have an indexer, which chooses the tokens to which a query attends
         (indexer.py):
@@ -143,6 +150,10 @@ class Family:
         "mamba2": Mamba 2.
     has_parallel_state: each layer has attention and a state (Falcon-H1). Both read the same input,
         and their outputs are added.
+    has_single_parts: a layer is either attention, or a state, or an MLP, or experts, as
+        `layer_types` says (Nemotron-H). `hybrid_override_pattern` has a letter for each layer, if
+        `layer_types` is absent.
+    lacks_gates: MLPs and experts have no gates: down . activation(up).
     linear_name: the name in `layer_types` of the layers that keep a state.
     has_attention_gates: the output of attention is multiplied by the sigmoid of a gate. The matrix
         q_proj computes the gates too: for each head the query, then the gate.
@@ -176,7 +187,7 @@ class Family:
     rope_theta: float = 10000.0
     has_rope_by_kind: bool = False
     has_no_rope_layers: bool = False
-    rope_if: Literal["", "named", "given"] = ""
+    rope_if: Literal["", "named", "given", "never"] = ""
     rope_in_windows: Literal["", "or_all", "only"] = ""
     query_scaling: Literal["", "all", "no_rope"] = ""
     has_rope_pairs: bool = False
@@ -185,7 +196,7 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     is_length_scaled: bool = False
     activation_key: str = "hidden_act"
-    multipliers: Literal["", "granite", "gemma", "cohere", "falcon_h1"] = ""
+    multipliers: Literal["", "granite", "gemma", "gemma3n", "cohere", "falcon_h1"] = ""
     experts: ExpertForm = ""
     expert_layers: ExpertLayers = "all"
     has_shared_gate: bool = False
@@ -195,11 +206,14 @@ class Family:
     has_mimo_layers: bool = False
     has_rotary_dim: bool = False
     has_gemma4_layers: bool = False
+    has_alt_up: bool = False
     is_latent: bool = False
     indexer: Indexers = ""
     linear: Linear = ""
     linear_name: str = "linear_attention"
     has_parallel_state: bool = False
+    has_single_parts: bool = False
+    lacks_gates: bool = False
     has_attention_gates: bool = False
     has_head_gates: bool = False
     has_extra_layers: bool = False
@@ -553,6 +567,62 @@ FAMILIES: Mapping[str, Family] = {
         defaults=_MAMBA_DEFAULTS
         | {"mamba_d_ssm": 1024, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     ),
+    "NemotronHForCausalLM": Family(
+        norms="single",
+        biases="none",
+        rope_if="never",
+        activation_key="mlp_hidden_act",
+        linear="mamba2",
+        has_single_parts=True,
+        lacks_gates=True,
+        experts="nemotron",
+        expert_layers="kinds",
+        has_sigmoids=True,
+        is_corrected=True,
+        key_names={
+            "layer_types": "layers_block_type",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_n_groups": "n_groups",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_proj_bias": "use_bias",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+        tensor_names={
+            "backbone.embeddings.": "model.embed_tokens.",
+            "backbone.norm_f.": "model.norm.",
+            "backbone.": "model.",
+            **{
+                f".mixer.{part}": f".linear_attn.{part}"
+                for part in ("A_log", "D", "conv1d.", "dt_bias", "in_proj.", "norm.", "out_proj.")
+            },
+            **{f".mixer.{part}_proj.": f".self_attn.{part}_proj." for part in "qkvo"},
+            ".mixer.": ".mlp.",
+        },
+        refuses=("moe_latent_size",),
+        demands={"mamba_hidden_act": ("silu",)},
+        defaults=_MAMBA_DEFAULTS
+        | {
+            "head_dim": 128,
+            "intermediate_size": 21504,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 8,
+            "mlp_hidden_act": "relu2",
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "n_group": 1,
+            "n_routed_experts": 8,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+        },
+    ),
     "Lfm2ForCausalLM": Family(
         **_LFM,
         biases="none",
@@ -574,7 +644,8 @@ FAMILIES: Mapping[str, Family] = {
         is_corrected=True,
         key_names=_LFM_KEYS
         | {"first_k_dense_replace": "num_dense_layers", "n_routed_experts": "num_experts"},
-        tensor_names=_LFM2_NAMES | {".mlp.expert_bias": ".mlp.gate.e_score_correction_bias"},
+        tensor_names={".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias"}
+        | _LFM2_NAMES,
         demands=_NO_GROUPS | {"use_expert_bias": (True,)},
         defaults=_LFM_DEFAULTS
         | {
@@ -757,7 +828,10 @@ FAMILIES: Mapping[str, Family] = {
                 ".block_sparse_moe.gate.e_score_correction_bias"
             ),
             ".block_sparse_moe.shared_experts.": ".mlp.shared_experts.",
-            ".self_attn.index_": ".self_attn.indexer.",
+            **{
+                f".self_attn.index_{part}.": f".self_attn.indexer.{part}."
+                for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+            },
         },
         defaults={
             "dense_intermediate_size": 12288,
@@ -988,6 +1062,33 @@ FAMILIES: Mapping[str, Family] = {
             "use_qk_norm": True,
         },
     ),
+    "Gemma3nForCausalLM": Family(
+        norms="around",
+        qk_norm="head",
+        windows="pattern",
+        pattern=5,
+        rope_theta=1000000.0,
+        has_rope_by_kind=True,
+        is_length_scaled=True,
+        activation_key="hidden_activation",
+        multipliers="gemma3n",
+        has_caps=True,
+        has_alt_up=True,
+        refuses=("attn_logit_softcapping", "use_bidirectional_attention"),
+        defaults={
+            "altup_active_idx": 0,
+            "altup_num_inputs": 4,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 256,
+            "laurel_rank": 64,
+            "num_kv_shared_layers": 15,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "vocab_size_per_layer_input": 262144,
+        },
+    ),
     "Gemma4ForCausalLM": Family(
         norms="around",
         qk_norm="head",
@@ -1000,8 +1101,13 @@ FAMILIES: Mapping[str, Family] = {
         multipliers="gemma",
         has_caps=True,
         has_gemma4_layers=True,
-        refuses=("attn_logit_softcapping", "enable_moe_block"),
+        experts="qwen",
+        expert_layers="switched",
+        key_names={"num_experts_per_tok": "top_k_experts"},
+        tensor_names={".router.proj.": ".mlp.gate.", ".experts.": ".mlp.experts."},
+        refuses=("attn_logit_softcapping",),
         demands={
+            "norm_topk_prob": (True,),
             "query_pre_attn_scalar": (1,),
             "use_bidirectional_attention": (None, "vision"),
         },
@@ -1010,6 +1116,7 @@ FAMILIES: Mapping[str, Family] = {
             "head_dim": 256,
             "hidden_activation": "gelu_pytorch_tanh",
             "hidden_size_per_layer_input": 256,
+            "norm_topk_prob": True,
             "query_pre_attn_scalar": 1,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

@@ -34,6 +34,9 @@ _SLIDING = "sliding_attention"
 _CHUNKED = "chunked_attention"
 # Names of layers that keep a state in older files, and their present names.
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+_MLPS = ("mlp", "moe")  # layers of `has_single_parts` without attention and without a state
+# The letters of `hybrid_override_pattern`.
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 LAYERS_MAX = 4096  # maximum number of layers; a larger number means that config.json is broken
 # transformers' default of `max_window_layers` (Qwen): the first 28 layers have no window.
 _DEFAULT_WINDOW_LAYERS = 28
@@ -63,6 +66,7 @@ class LayerSpec:
     experts: Experts | None = None  # experts of the layer; None: the layer has a dense MLP
     # False: the layer keeps no keys and values.
     has_attention: bool = True
+    has_mlp: bool = True  # False: the layer has neither an MLP nor experts.
     # Linear attention: the layer keeps a state of constant size. None: it keeps no state.
     linear: LinearAttention | None = None
     # Sparse attention: the layer's own indexer, which chooses the tokens to which a query attends.
@@ -77,6 +81,8 @@ class LayerSpec:
     lacks_sinks: bool = False  # True: the layer has no attention sinks, although others have.
     # True: values are computed by the matrix of the keys.
     values_are_keys: bool = False
+    # Fraction of the MLP's gates that become 0 if they are normally distributed (gemma3n.py).
+    sparsity: float = 0.0
 
 
 def read_layers(
@@ -89,7 +95,9 @@ def read_layers(
             f"num_hidden_layers is {num_layers}; it must be at most {LAYERS_MAX}"
         )
     have_rope = _have_rope(config, family, num_layers)
+    experts = read_experts(config, family, num_layers)
     linear = _linear_layers(config, family, num_layers)
+    parts = _parts(config, family, linear)
     config = _with_attention_in_all(config, linear)
     slide = _have_window(config, family, have_rope)
     is_chunked = family.windows == "chunked"
@@ -130,22 +138,28 @@ def read_layers(
             is_chunked=is_chunked and slides and window is not None,
             heads=_mimo_heads(config) if family.has_mimo_layers and slides else None,
             lacks_sinks=family.has_mimo_layers and not slides,
-            experts=experts,
-            has_attention=of_layer is None or family.has_parallel_state,
-            linear=of_layer,
+            experts=of_mlp,
+            has_attention=has_attention,
+            has_mlp=has_mlp,
+            linear=state,
             indexer=indexer,
             shares_choice=family.indexer == "shared" and indexer is None,
-            inner=dense_inner if experts is None else None,
+            inner=dense_inner if of_mlp is None else None,
         )
-        for slides, has_rope, experts, of_layer, indexer in zip(
-            slide,
-            have_rope,
-            read_experts(config, family, num_layers),
-            linear,
-            indexers,
-            strict=True,
+        for slides, has_rope, of_mlp, state, (has_attention, has_mlp), indexer in zip(
+            slide, have_rope, experts, linear, parts, indexers, strict=True
         )
     )
+
+
+def _parts(
+    config: Mapping[str, Any], family: Family, linear: Sequence[LinearAttention | None]
+) -> list[tuple[bool, bool]]:
+    """Returns, for each layer, whether it has attention and whether it has an MLP or experts."""
+    if not family.has_single_parts:
+        return [(state is None or family.has_parallel_state, True) for state in linear]
+    kinds = _present_names(config["layer_types"])
+    return [(kind == _FULL, kind in _MLPS) for kind, _ in zip(kinds, linear, strict=False)]
 
 
 def _linear_layers(
@@ -170,13 +184,17 @@ def _linear_layers(
             )
         kinds = [_FULL if layer in full else family.linear_name for layer in range(num_layers)]
     kinds = _present_names(one_per_layer(kinds, "layer_types", num_layers))
-    known = (_FULL, family.linear_name, *([_SLIDING] if family.windows == "pattern" else []))
+    known = [_FULL, family.linear_name]
+    if family.windows == "pattern":
+        known.append(_SLIDING)
+    if family.has_single_parts:
+        known += _MLPS
     if unknown := [kind for kind in kinds if kind not in known]:
         raise UnsupportedModel(
             f"layer_types has {unknown[0]!r:.80}, which is not supported for this architecture; "
             f"supported are {' and '.join(known)}"
         )
-    if not set(kinds) - {family.linear_name}:
+    if not set(kinds) - {family.linear_name, *_MLPS}:
         raise UnsupportedModel(
             f"layer_types has no {_FULL}; at least one layer must have full attention"
         )
@@ -184,6 +202,17 @@ def _linear_layers(
         return [None] * num_layers
     linear = read_linear(config, family)
     return [linear if kind == family.linear_name else None for kind in kinds]
+
+
+def kinds_of_pattern(pattern: object) -> list[str]:
+    """Returns the `layer_types` that `hybrid_override_pattern` describes with a letter for each
+    layer. Raises UnsupportedModel."""
+    if not isinstance(pattern, str) or not set(pattern) <= set(_LETTERS):
+        raise UnsupportedModel(
+            f"hybrid_override_pattern is {pattern!r:.80}; it must have one of "
+            f"{' '.join(_LETTERS)} for each layer"
+        )
+    return [_LETTERS[letter] for letter in pattern]
 
 
 def _present_names(kinds: Sequence[Any]) -> list[Any]:
@@ -199,7 +228,7 @@ def _with_attention_in_all(
     if not any(linear) or not isinstance(kinds, list):
         return config
     kinds = [
-        kind if of_layer is None else _FULL
+        _FULL if of_layer is not None or kind in _MLPS else kind
         for kind, of_layer in zip(_present_names(kinds), linear, strict=False)
     ]
     return {**config, "layer_types": kinds}
@@ -207,12 +236,13 @@ def _with_attention_in_all(
 
 def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
     """Returns, for each layer, whether it applies RoPE."""
+    if family.rope_if == "never":
+        return [False] * num_layers
     if family.rope_if == "named":
         return [config.get("position_embedding_type") == "rope"] * num_layers
     if family.rope_if == "given":
-        parameters = rope_parameters(config)
-        theta = parameters.get("rope_theta", config.get("rope_theta"))
-        return [theta is not None] * num_layers
+        given = {"rope_theta": family.rope_theta, **config, **rope_parameters(config)}
+        return [given["rope_theta"] is not None] * num_layers
     if not family.has_no_rope_layers:
         return [True] * num_layers
     # `no_rope_layers` has one number per layer. Despite its name, 1 means that the layer has RoPE.

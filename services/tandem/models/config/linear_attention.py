@@ -219,7 +219,7 @@ def _read_mamba2(config: Mapping[str, Any], family: Family) -> Mamba2:
         num_mamba_heads=size(config, "mamba_n_heads"),
         num_groups=size(config, "mamba_n_groups"),
         key_dim=size(config, "mamba_d_state"),
-        value_dim=_head_size(config),
+        value_dim=(size(config, "mamba_d_head") if family.has_single_parts else _head_size(config)),
         kernel=size(config, "mamba_d_conv"),
         has_conv_bias=flag(config, "mamba_conv_bias"),
         has_biases=flag(config, "mamba_proj_bias"),

@@ -16,25 +16,33 @@ from tandem.models.config.experts import has_experts
 from tandem.models.config.falcon_h1 import LayerFactors, read_layer_factors
 from tandem.models.config.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
 from tandem.models.config.fields import flag, number, optional_number, optional_size, size
+from tandem.models.config.gemma3n import (
+    AltUp,
+    largest_inner,
+    read_alt_up,
+    with_gemma3n_layers,
+)
 from tandem.models.config.gemma4 import (
     PerLayerInputs,
     read_per_layer_inputs,
     with_gemma4_layers,
 )
 from tandem.models.config.latent import Latent, read_latent
-from tandem.models.config.layers import Heads, LayerSpec, read_layers
+from tandem.models.config.layers import Heads, LayerSpec, kinds_of_pattern, read_layers
 from tandem.models.config.quantization import has_kv_scales, read_quantization
 from tandem.models.config.quantization_scheme import Quantization
 from tandem.models.config.rope import read_ropes
 from tandem.models.config.text_part import names_in_model, text_config
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 Implementation = Literal["tandem", "transformers"]
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+# Activations of MLPs without gates.
+_UNGATED: Mapping[str, Activation] = {"relu2": "relu2"}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -113,6 +121,7 @@ class ModelConfig:
     has_value_norms: bool = False  # True: values are normalized, without weights.
     has_layer_scalars: bool = False  # True: the output of each layer is multiplied by a number.
     per_layer_inputs: PerLayerInputs | None = None  # None: tokens have no embeddings for layers
+    alt_up: AltUp | None = None  # None: the residual stream has no copies.
     # Number of layers in the checkpoint for multi-token prediction. Tandem does not run them.
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
@@ -175,8 +184,14 @@ class ModelConfig:
 
     def name_in_files(self, name: str) -> str:
         """Returns the name that a tensor has in checkpoints of the text part alone."""
-        for own, ours in self.tensor_names.items():
-            name = name.replace(ours, own)
+        # The longest part first, because a shorter one may be a part of it. A number stands for a
+        # replaced part until the end, so that no part is replaced twice. The dots around a part
+        # belong to its neighbours, too.
+        rules = sorted(self.tensor_names.items(), key=lambda rule: -len(rule[1]))
+        for index, (_, ours) in enumerate(rules):
+            name = name.replace(ours, ours.replace(ours.strip("."), f"<{index}>"))
+        for index, (own, _) in enumerate(rules):
+            name = name.replace(f"<{index}>", own.strip("."))
         return name
 
     def heads_of(self, layer: LayerSpec) -> Heads:
@@ -187,6 +202,11 @@ class ModelConfig:
     def is_parallel(self) -> bool:
         """True: the MLP reads the residual stream before the output of attention is added."""
         return self.norms == "parallel"
+
+    @property
+    def has_gates(self) -> bool:
+        """False: MLPs and experts are down . activation(up)."""
+        return self.activation != "relu2"
 
     @property
     def norms_rotated_heads(self) -> bool:
@@ -238,6 +258,9 @@ class ModelConfig:
         _check_ropes(layers, family, latent.rope_dim if latent else head_dim)
         if family.has_gemma4_layers:
             layers = with_gemma4_layers(layers, config, Heads(num_kv_heads, head_dim))
+        if family.has_alt_up:
+            layers = with_gemma3n_layers(layers, config)
+            config = {**config, **largest_inner(config)}
         return cls(
             architecture=architecture,
             vocab_size=size(config, "vocab_size"),
@@ -263,7 +286,7 @@ class ModelConfig:
             norms=family.norms,
             norm_offset=family.norm_offset,
             centers_norms=family.centers_norms,
-            activation=_ACTIVATIONS[config.get(family.activation_key, "silu")],
+            activation=_activations(family)[config.get(family.activation_key, "silu")],
             multipliers=_multipliers(config, family, hidden_size),
             logit_cap=_cap(config, family, "final_logit_softcapping"),
             attention_cap=_cap(config, family, "attn_logit_softcapping"),
@@ -292,9 +315,14 @@ class ModelConfig:
                 if family.has_mimo_layers
                 else 1.0
             ),
-            has_value_norms=family.has_gemma4_layers,
+            has_value_norms=family.has_gemma4_layers or family.has_alt_up,
             has_layer_scalars=family.has_gemma4_layers,
-            per_layer_inputs=read_per_layer_inputs(config) if family.has_gemma4_layers else None,
+            per_layer_inputs=(
+                read_per_layer_inputs(config, has_all=not family.has_alt_up)
+                if family.has_gemma4_layers or family.has_alt_up
+                else None
+            ),
+            alt_up=read_alt_up(config) if family.has_alt_up else None,
             num_extra_layers=_num_extra_layers(config, family),
             is_text_part=text is not None,
         )
@@ -370,6 +398,11 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         filled["hidden_act"] = "silu"  # MiniMax M3's name of clamped gates
     if family.has_mimo_layers and config.get("sliding_window_size") is not None:
         filled["sliding_window"] = size(config, "sliding_window_size") + 1
+    pattern = config.get("hybrid_override_pattern")
+    if family.has_single_parts and filled.get("layer_types") is None and pattern is not None:
+        filled["layer_types"] = kinds_of_pattern(pattern)
+    if family.has_single_parts and isinstance(filled.get("layer_types"), list):
+        filled["num_hidden_layers"] = len(filled["layer_types"])
     if not has_experts(filled, family):
         filled["intermediate_size"] = filled["shared_intermediate_size"]
     if "block_auto_adjust_ff_dim" in family.defaults and flag(filled, "block_auto_adjust_ff_dim"):
@@ -394,7 +427,10 @@ def _adjusted(config: Mapping[str, Any]) -> int:
 def _tensor_names(config: Mapping[str, Any], family: Family) -> Mapping[str, str]:
     if has_experts(config, family):
         return family.tensor_names
-    return {**family.tensor_names, ".mlp.shared_experts.": ".mlp."}
+    return {
+        own: ours.replace(".mlp.shared_experts.", ".mlp.")
+        for own, ours in family.tensor_names.items()
+    }
 
 
 def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
@@ -408,10 +444,10 @@ def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
 
 def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     activation = config.get(family.activation_key, "silu")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _activations(family):
         raise UnsupportedModel(
             f"{family.activation_key} is {activation!r:.80}, which is not supported; supported are "
-            f"{', '.join(_ACTIVATIONS)}"
+            f"{', '.join(_activations(family))}"
         )
     if not flag(config, "is_causal", True):
         raise UnsupportedModel(
@@ -426,6 +462,13 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
                 f"{key} is {config[key]!r:.80}, which is not supported; supported are "
                 f"{', '.join(map(str, allowed))}"
             )
+
+
+def _activations(family: Family) -> Mapping[str, Activation]:
+    if family.lacks_gates:
+        return _UNGATED
+    # transformers uses the same activation after convolutions, for which only SiLU is supported.
+    return {"silu": "silu", "swish": "silu"} if family.linear else _ACTIVATIONS
 
 
 def _kv_heads(config: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[int, int]:
@@ -504,6 +547,8 @@ def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
         )
     if family.multipliers == "cohere":
         return Multipliers(logits=number(config, "logit_scale", 0.0625))
+    if family.multipliers == "gemma3n":
+        return Multipliers(embedding=hidden_size**0.5, attention=1.0)
     if family.multipliers == "gemma":
         return Multipliers(
             embedding=hidden_size**0.5,

@@ -13,7 +13,7 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_only_torch
+from tandem.models.limits import why_irregular
 from tandem.models.lora.patterns import Pattern, match_all
 
 _IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
@@ -79,7 +79,7 @@ def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """Returns the names of the matrices that an adapter_config.json targets. Raises
     UnsupportedModel naming a target that the model does not have or that is not supported."""
-    if why := why_only_torch(model):
+    if why := why_irregular(model):
         raise UnsupportedModel(f"adapters are not supported for this model: {why}")
     linears = linear_shapes(model)
     targets = config.get("target_modules")

@@ -17,7 +17,7 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import AdapterUnavailable, ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder
-from tandem.models.limits import why_only_torch
+from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import RankEnded
 from tandem_kernels.sampling import Draw
 from tests.lora_adapters import ALL, describe, write_adapter
@@ -42,13 +42,14 @@ def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFo
     folder = make_tiny_model(family, path, **sizes | kv_heads | more)[0]
     if folder.config.has_states:
         pytest.skip("several ranks cannot share states")
-    if why := why_only_torch(folder.config):
-        pytest.skip(why)
     return folder
 
 
 def runner_of(folder: ModelFolder, num_ranks: int, **more: Any) -> ModelRunner:
     settings = {"model": "", "device": "cpu", "kernels": "native", "block_size": 8} | more
+    needs_alike = settings["kernels"] != "native" or "kv_dtype" in settings
+    if needs_alike and (why := why_irregular(folder.config)):
+        pytest.skip(why)
     return ModelRunner(folder, EngineConfig(tensor_parallel=num_ranks, **settings))
 
 
@@ -65,6 +66,7 @@ def logits_of(folder: ModelFolder, num_ranks: int, **more: Any) -> list[torch.Te
     [
         ("qwen3-moe", 2, 4, {"numerics": "invariant"}),
         ("llama", 4, 1, {}),
+        ("gemma4", 2, 1, {"numerics": "invariant"}),
         *(
             pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
             for family in FAMILIES

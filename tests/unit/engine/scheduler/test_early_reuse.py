@@ -220,9 +220,11 @@ class TestStates:
     def test_it_does_not_wait_for_running_states_that_a_peer_sends(self) -> None:
         engine, _ = self.make(tokens_per_step=100)
         engine.add(make_spec("a", self.PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
-        engine.add(make_spec("b", self.PROMPT))
+        for name, prompt in (("b", self.PROMPT), ("c", [7])):
+            engine.add(make_spec(name, prompt))
         outcome = drive(engine)
-        assert outcome.token_ids["b"] == continuation_of_groups(self.PROMPT, 5, (None, STATE))
+        for name, prompt in (("b", self.PROMPT), ("c", [7])):
+            assert outcome.token_ids[name] == continuation_of_groups(prompt, 5, (None, STATE))
 
     @pytest.mark.parametrize("num_common", [16, 15])
     def test_it_waits_for_a_prefix_that_a_peer_sends_with_a_state(self, num_common: int) -> None:

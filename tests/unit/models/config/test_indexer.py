@@ -149,8 +149,8 @@ def test_what_cannot_be_run_is_named(changes: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_dtype": "fp8_e4m3"}, "the KV dtype fp8_e4m3 is not supported for this model: only"),
-        ({"kv_dtype": "int8"}, "only the torch kernels compute sparse attention"),
+        ({"kv_dtype": "fp8_e4m3"}, "the KV dtype fp8_e4m3 is not supported for this model: an"),
+        ({"kv_dtype": "int8"}, "the KV dtype int8 is not supported for this model: an indexer"),
         ({"tensor_parallel": 2}, "tensor-parallel is 2; it must be 1 for this model"),
     ],
 )

@@ -16,10 +16,11 @@ The decoder works on tensors and the KV pool. It knows neither sequences nor sch
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from tandem.engine.cache.layout.kv_groups import layer_places, state_places
 from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
+from tandem.engine.executor.torch.alt_up import AltUpStreams, sparse_gates
 from tandem.engine.executor.torch.indexers import StepIndexers
 from tandem.engine.executor.torch.inputs import StepInputs
 from tandem.engine.executor.torch.lora import NO_LORA, ProductName, StepLora
@@ -83,6 +84,9 @@ class Decoder:
         self._places = layer_places(config)
         self._state_places = state_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
+        self._alt_up = (
+            AltUpStreams(config.alt_up, self._project, self._norm) if config.alt_up else None
+        )
         # The output of the final norm for each row of the last step's logits: [rows, hidden].
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
 
@@ -101,7 +105,7 @@ class Decoder:
         is in the pools. On CUDA, the kernels that write it were launched, but may not have
         finished.
         """
-        specs = self._config.layers
+        specs, alt_up = self._config.layers, self._alt_up
         kv_pools = [pool for pool in pools if isinstance(pool, KvPool)]
         attentions = {
             (group, window, is_chunked): self._attention(
@@ -128,86 +132,108 @@ class Decoder:
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         layer_inputs = self._per_layer_inputs(inputs.token_ids, x)
+        copies = self._weights.copies
+        streams = [] if copies is None or alt_up is None else alt_up.start(x, copies.make)
         layers = zip(specs, self._places, self._state_places, self._weights.layers, strict=True)
         for index, (spec, place, state_place, layer) in enumerate(layers):
-            normed = self._norm_hidden(x, layer.attention_norm)
-            projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
-            if layer.projected_factors is not None:
-                projected = (projected * layer.projected_factors).to(projected.dtype)
+            if alt_up is not None and layer.alt_up is not None:
+                streams = alt_up.predict(layer.alt_up, streams)
+                x = alt_up.active(streams)
             tell_written = on_kv_written if index + 1 == self._config.num_layers else None
-            if state_place is not None:
-                states = pools[state_place.group]
-                assert isinstance(states, StatePool)
-                assert spec.linear is not None
-                assert layer.state is not None
-                num_own = 0 if place is None else self._config.num_qkv
-                of_state = self._state(
-                    spec.linear,
-                    layer.state,
-                    projected[:, num_own:],
-                    states.matrices(state_place.number),
-                    states.convs(state_place.number),
-                    inputs.state_spans[state_place.group],
-                )
-                projected = projected[:, :num_own]
-            if place is not None:
-                pool = kv_pools[place.group]
-                angles = all_angles[spec.rope, self._rope_dim(spec)]
-                query_latents = None
-                if layer.latent is None:
-                    heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
-                else:
-                    query_latents, heads = self._latent_heads(
-                        index, layer.latent, projected, angles, inputs.num_tokens, lora
-                    )
-                queries, keys, values = heads
-                if (factor := factors[spec.rope]) is not None:
-                    queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
-                if spec.kv_source is None:
-                    pool.write(place.number, inputs.token_rows[place.group], keys, values)
-                if indexers is not None:
-                    indexers.write_keys(index, layer.indexer, normed, angles)
-            if tell_written is not None and self._ranks is ALONE:
-                tell_written()
-            if place is not None:
-                choice = None
-                if indexers is not None:
-                    choice = indexers.choice(index, layer.indexer, normed, query_latents, angles)
-                attend = attentions[place.group, spec.window, spec.is_chunked]
-                attended = attend(place.number, queries, layer.sinks, choice)
-                attended = attended[..., : self._config.value_dim]
-            if layer.latent is not None:
-                latents = attended[..., : layer.latent.values.shape[-1]]
-                attended = self._kernels.linear_of_heads(latents, layer.latent.values)
-                attended = lora.add_of_heads(index, "latent_values", attended, latents)
-            if state_place is not None:
-                attended = (
-                    of_state if place is None else torch.cat((attended.flatten(1), of_state), 1)
-                )
-            attended = attended.flatten(1)
-            if layer.attention_gate is not None:
-                gates = self._project(normed, (layer.attention_gate,))
-                gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
-                attended = attended * torch.sigmoid(gates)
-            share = self._out(index, "attention_out", layer.attention_out, attended, lora)
-            delta = whole_of(self._ranks, self._config.hidden_size, share)
-            if tell_written is not None and self._ranks is not ALONE:
-                tell_written()
             before = x
-            x = self._added(x, delta, layer.attention_post_norm)
+            if place is None and state_place is None:
+                if tell_written is not None:
+                    tell_written()
+            else:
+                normed = self._norm_hidden(x, layer.attention_norm)
+                projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
+                if layer.projected_factors is not None:
+                    projected = (projected * layer.projected_factors).to(projected.dtype)
+                if state_place is not None:
+                    states = pools[state_place.group]
+                    assert isinstance(states, StatePool)
+                    assert spec.linear is not None
+                    assert layer.state is not None
+                    num_own = 0 if place is None else self._config.num_qkv
+                    of_state = self._state(
+                        spec.linear,
+                        layer.state,
+                        projected[:, num_own:],
+                        states.matrices(state_place.number),
+                        states.convs(state_place.number),
+                        inputs.state_spans[state_place.group],
+                    )
+                    projected = projected[:, :num_own]
+                if place is not None:
+                    pool = kv_pools[place.group]
+                    angles = all_angles[spec.rope, self._rope_dim(spec)]
+                    query_latents = None
+                    if layer.latent is None:
+                        heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
+                    else:
+                        query_latents, heads = self._latent_heads(
+                            index, layer.latent, projected, angles, inputs.num_tokens, lora
+                        )
+                    queries, keys, values = heads
+                    if (factor := factors[spec.rope]) is not None:
+                        queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
+                    if spec.kv_source is None:
+                        pool.write(place.number, inputs.token_rows[place.group], keys, values)
+                    if indexers is not None:
+                        indexers.write_keys(index, layer.indexer, normed, angles)
+                if tell_written is not None and self._ranks is ALONE:
+                    tell_written()
+                if place is not None:
+                    choice = None
+                    if indexers is not None:
+                        choice = indexers.choice(
+                            index, layer.indexer, normed, query_latents, angles
+                        )
+                    attend = attentions[place.group, spec.window, spec.is_chunked]
+                    attended = attend(place.number, queries, layer.sinks, choice)
+                    attended = attended[..., : self._config.value_dim]
+                if layer.latent is not None:
+                    latents = attended[..., : layer.latent.values.shape[-1]]
+                    attended = self._kernels.linear_of_heads(latents, layer.latent.values)
+                    attended = lora.add_of_heads(index, "latent_values", attended, latents)
+                if state_place is not None:
+                    attended = (
+                        of_state if place is None else torch.cat((attended.flatten(1), of_state), 1)
+                    )
+                attended = attended.flatten(1)
+                if layer.attention_gate is not None:
+                    gates = self._project(normed, (layer.attention_gate,))
+                    gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
+                    attended = attended * torch.sigmoid(gates)
+                assert layer.attention_out is not None
+                share = self._out(index, "attention_out", layer.attention_out, attended, lora)
+                delta = whole_of(self._ranks, self._config.hidden_size, share)
+                if tell_written is not None and self._ranks is not ALONE:
+                    tell_written()
+                x = self._added(x, delta, layer.attention_post_norm)
+                if alt_up is not None and layer.laurel is not None:
+                    x = (x + alt_up.laurel(layer.laurel, normed)) * 2**-0.5
+            if layer.mlp is None:
+                continue
             normed = self._norm_hidden(before if self._config.is_parallel else x, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
-                delta = whole_of(
-                    self._ranks, self._config.hidden_size, self._mlp(index, layer.mlp, normed, lora)
-                )
+                share = self._mlp(index, layer.mlp, normed, lora, sparsity=spec.sparsity)
+                delta = whole_of(self._ranks, self._config.hidden_size, share)
             else:
                 assert spec.experts is not None
-                delta = self._experts(index, spec.experts, layer.mlp, normed, lora)
+                delta = self._experts(index, spec.experts, layer.mlp, normed, x, lora)
             x = self._added(x, delta, layer.mlp_post_norm)
+            if alt_up is not None and layer.alt_up is not None:
+                streams = alt_up.correct(layer.alt_up, streams, x)
+                x = alt_up.selecting(layer.alt_up, streams)
             if layer.layer_inputs is not None and layer_inputs is not None:
-                x = x + self._layer_input(layer.layer_inputs, x, layer_inputs[:, index])
+                added = self._layer_input(layer.layer_inputs, x, layer_inputs[:, index])
+                streams[1:] = [each + added for each in streams[1:]]
+                x = x + added
             if layer.scalar is not None:
                 x = x * layer.scalar
+        if alt_up is not None and copies is not None:
+            x = alt_up.merge(streams, copies.merge)
         return self._logits(x, inputs.logit_rows)
 
     def _rope_dim(self, spec: LayerSpec) -> int:
@@ -221,6 +247,8 @@ class Decoder:
         weights, sizes = self._weights.per_layer, self._config.per_layer_inputs
         if weights is None or sizes is None:
             return None
+        if sizes.vocab_size < self._config.vocab_size:
+            token_ids = torch.where(token_ids < sizes.vocab_size, token_ids, 0)
         shape = (len(x), self._config.num_layers, sizes.size)
         scale = torch.tensor(sizes.size**0.5, dtype=x.dtype, device=x.device)
         embedded = (weights.embedding[token_ids] * scale).view(shape)
@@ -427,10 +455,19 @@ class Decoder:
         return lora.add(index, product, self._project(x, (matrix,)), x)
 
     def _mlp(
-        self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora, *, is_whole: bool = False
+        self,
+        index: int,
+        mlp: Mlp,
+        x: torch.Tensor,
+        lora: StepLora,
+        *,
+        is_whole: bool = False,
+        sparsity: float = 0.0,
     ) -> torch.Tensor:
         """Returns this rank's share of the output; all of it if this rank has the whole MLP."""
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
+        if not self._config.has_gates:
+            return self._project(relu(gate_up).square(), (mlp.down,))
         gate, up = gate_up.chunk(2, dim=-1)
         if self._ranks is not ALONE and not is_whole:
             # The bits of an activation function depend on whether torch computes an element in a
@@ -439,6 +476,8 @@ class Decoder:
             num_inner = mlp.down.weight.shape[1]
             parts = [inputs_of(self._ranks, part, num_inner) for part in (gate, up)]
             gate, up = torch.cat(parts, 1).chunk(2, dim=-1)
+        if sparsity:
+            gate = sparse_gates(gate, sparsity)
         if self._config.gate_clamp is not None:
             gated = _gate_clamped(self._config.gate_clamp, gate, up)
         elif self._config.layer_factors is not None:
@@ -456,17 +495,20 @@ class Decoder:
         experts: Experts,
         weights: ExpertWeights,
         x: torch.Tensor,
+        hidden: torch.Tensor,
         lora: StepLora,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
         row, plus the output of the shared MLP. Each expert multiplies all rows for which it was
-        chosen at once."""
+        chosen at once. `hidden` is the residual stream, which router and experts with norms of
+        their own read in place of x."""
+        if experts.has_own_norms:
+            return self._experts_with_norms(index, experts, weights, x, hidden, lora)
         share = self._ranks.share
         width = self._config.hidden_size
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(experts, logits, weights.correction)
-        num_out = len(weights.mlps[0].down.weight)
-        out = torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
+        out = self._zeros_for_experts(weights, x)
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
         if shared is not None and weights.shared_gate is not None:
             # The bits of sigmoid depend on the place in a vector, so a row takes a whole one.
@@ -474,6 +516,51 @@ class Decoder:
             shared = shared * torch.sigmoid(gates)[:, :1]
         if shared is not None and not share.splits_experts:
             out += shared
+        self._add_chosen(index, experts, weights, x, chosen, shares, out)
+        if not share.splits_experts:
+            return whole_of(self._ranks, width, out.to(x.dtype))
+        whole = self._ranks.sum(out.to(x.dtype))
+        return whole if shared is None else whole + whole_of(self._ranks, width, shared)
+
+    def _experts_with_norms(
+        self,
+        index: int,
+        experts: Experts,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        lora: StepLora,
+    ) -> torch.Tensor:
+        """Returns the same as `_experts` for experts with norms of their own (Gemma 4)."""
+        assert weights.shared is not None
+        assert weights.scales is not None
+        logits = self._project(self._norm(hidden, weights.router_norm), (weights.router,))
+        chosen, shares = choose(experts, logits, weights.correction)
+        out = self._zeros_for_experts(weights, x)
+        normed = self._norm(hidden, weights.input_norm)
+        scaled = shares * weights.scales[chosen]
+        self._add_chosen(index, experts, weights, normed, chosen, scaled, out)
+        shared = self._mlp(index, weights.shared, x, lora)
+        whole = self._norm(out.to(x.dtype), weights.output_norm)
+        return self._norm(shared, weights.shared_output_norm) + whole
+
+    def _zeros_for_experts(self, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
+        num_out = len(weights.mlps[0].down.weight)
+        return torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
+
+    def _add_chosen(
+        self,
+        index: int,
+        experts: Experts,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Adds the outputs of the chosen experts to `out`, times their weights `shares`. `chosen`
+        and `shares` are [rows, top_k]."""
+        share = self._ranks.share
         first = share.of(experts.num).start if share.splits_experts else 0
         for expert, mlp in enumerate(weights.mlps, first):
             rows, places = torch.where(chosen == expert)
@@ -488,10 +575,6 @@ class Decoder:
             part = self._mlp(index, mlp, inputs, NO_LORA, is_whole=share.splits_experts)
             part = part[: len(rows)].float()
             out.index_add_(0, rows, part if experts.weighs_inputs else part * own)
-        if not share.splits_experts:
-            return whole_of(self._ranks, width, out.to(x.dtype))
-        whole = self._ranks.sum(out.to(x.dtype))
-        return whole if shared is None else whole + whole_of(self._ranks, width, shared)
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple

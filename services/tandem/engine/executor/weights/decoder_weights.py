@@ -44,7 +44,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    gate_up: tuple[Linear, ...]  # two matrices, gate and up, or one matrix with the rows of both
+    # two matrices, gate and up, or one matrix with the rows of both; without gates only up
+    gate_up: tuple[Linear, ...]
     down: Linear
 
 
@@ -58,6 +59,15 @@ class ExpertWeights:
     # [experts], float32: added to the router's scores to choose experts. The weights of the chosen
     # experts are computed from the scores without this addition.
     correction: torch.Tensor | None = None
+    # Norms [hidden] of `Experts.has_own_norms`: of the router's input, of the experts' input, and
+    # of the outputs of the experts and of `shared`. None: router, experts and `shared` have one
+    # input, and no norm.
+    router_norm: torch.Tensor | None = None
+    input_norm: torch.Tensor | None = None
+    output_norm: torch.Tensor | None = None
+    shared_output_norm: torch.Tensor | None = None
+    # [experts], float32: factors on the weights of the experts; None: there are none
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +127,34 @@ class LayerInputWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpWeights:
+    """The weights with which a layer predicts and corrects the copies of the residual stream
+    (tandem/models/config/gemma3n.py)."""
+
+    router_norm: torch.Tensor  # [hidden]
+    router: Linear  # [copies, hidden]
+    prediction: Linear  # [copies * copies, copies]
+    correction: Linear  # [copies, copies]
+    output_scale: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class LaurelWeights:
+    left: Linear  # [rank, hidden]
+    right: Linear  # [hidden, rank]
+    norm: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWeights:
+    """The matrices [hidden, hidden] that make all copies of the residual stream but the first, and
+    those that merge them."""
+
+    make: tuple[Linear, ...]
+    merge: tuple[Linear, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PerLayerWeights:
     """The weights of the embeddings that tokens have for each layer (`PerLayerInputs`)."""
 
@@ -137,11 +175,11 @@ class LayerWeights:
     #                       a [value heads] each
     #   Mamba 2             z [outputs], the channels of the convolution, and dt [heads]
     #   short convolution   B, C and x [channels] each
-    # If the layer has attention, too, q, k and v come first.
+    # If the layer has attention, too, q, k and v come first. A layer that is only an MLP has none.
     qkv: tuple[Linear, ...]
     # [hidden, outputs of attention or of the state]; with both, those of attention come first
-    attention_out: Linear
-    mlp: Mlp | ExpertWeights
+    attention_out: Linear | None  # None: the layer is only an MLP
+    mlp: Mlp | ExpertWeights | None  # None: the layer has no MLP
     attention_norm: torch.Tensor | None = None  # the norm before attention
     attention_post_norm: torch.Tensor | None = None  # applied to the output of attention
     mlp_norm: torch.Tensor | None = None
@@ -161,6 +199,9 @@ class LayerWeights:
     scalar: torch.Tensor | None = None  # [1], a factor on the layer's output; None: no factor
     # None: tokens have no embeddings for layers.
     layer_inputs: LayerInputWeights | None = None
+    # None: the residual stream has no copies.
+    alt_up: AltUpWeights | None = None
+    laurel: LaurelWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +215,7 @@ class ModelWeights:
     embedding_blocks: Quantized | None = None
     output_blocks: Quantized | None = None
     per_layer: PerLayerWeights | None = None  # None: tokens have no embeddings for layers
+    copies: CopyWeights | None = None  # None: the residual stream has no copies
     # The address ranges at which the checkpoint's files are mapped.
     pages: FilePages = field(default_factory=FilePages)
 

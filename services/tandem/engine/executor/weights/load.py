@@ -19,9 +19,12 @@ import torch
 
 from tandem.engine.executor.weights.checkpoint import check_tied, map_files
 from tandem.engine.executor.weights.decoder_weights import (
+    AltUpWeights,
+    CopyWeights,
     ExpertWeights,
     IndexerWeights,
     LatentWeights,
+    LaurelWeights,
     LayerInputWeights,
     LayerWeights,
     Linear,
@@ -53,11 +56,13 @@ from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.expert_names import ExpertNames, shared_mlp
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.weight_shapes import (
+    COPY_PROJECTIONS,
     EMBEDDING,
     FINAL_NORM,
     LAYER_EMBEDDING,
     LAYER_NORM,
     LAYER_PROJECTION,
+    MERGE_PROJECTIONS,
     OUTPUT,
     norm_names,
 )
@@ -131,6 +136,7 @@ def load_weights(
             output=output.weight,
             output_blocks=output.blocks,
             per_layer=builder.per_layer(),
+            copies=builder.copies(),
         )
     output = share_of_outputs(output, share)
     own = share.of(config.hidden_size)
@@ -240,7 +246,11 @@ class _Builder:
     def layer(self, name: str, spec: LayerSpec) -> LayerWeights:
         attention = f"{name}.self_attn"
         tensors = self._tensors
-        mlp = self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp")
+        mlp: Mlp | ExpertWeights | None = None
+        if spec.experts:
+            mlp = self._experts(name, spec.experts)
+        elif spec.has_mlp:
+            mlp = self._mlp(f"{name}.mlp")
         norms: dict[str, Any] = {
             field: self.norm(f"{name}.{stored}.weight")
             for field, stored in norm_names(self._config, spec).items()
@@ -259,6 +269,8 @@ class _Builder:
                 projected_factors=self._projected_factors(spec.linear),
                 **norms,
             )
+        if not spec.has_attention:
+            return LayerWeights(qkv=(), attention_out=None, mlp=mlp, **norms)
         if self._config.qk_norm == "rotated_plain" and spec.rope.theta is not None:
             norms["q_norm"] = norms["k_norm"] = self._tensors.ones(self._config.head_dim)
         elif self._config.qk_norm and self._config.qk_norm != "rotated_plain":
@@ -299,6 +311,8 @@ class _Builder:
             if self._config.has_layer_scalars
             else None,
             layer_inputs=self._layer_inputs(name),
+            alt_up=self._alt_up(f"{name}.altup"),
+            laurel=self._laurel(f"{name}.laurel"),
             **norms,
         )
 
@@ -310,6 +324,36 @@ class _Builder:
             self._tensors.tensor(LAYER_EMBEDDING),
             Linear(self._tensors.tensor(LAYER_PROJECTION), None),
             self.norm(LAYER_NORM),
+        )
+
+    def copies(self) -> CopyWeights | None:
+        """Returns the matrices of the copies of the residual stream; None if there are none."""
+        if self._config.alt_up is None:
+            return None
+        make, merge = (
+            tuple(self._tensors.linear(f"{name}.{at}") for at in range(self._config.alt_up.num - 1))
+            for name in (COPY_PROJECTIONS, MERGE_PROJECTIONS)
+        )
+        return CopyWeights(make, merge)
+
+    def _alt_up(self, name: str) -> AltUpWeights | None:
+        if self._config.alt_up is None:
+            return None
+        return AltUpWeights(
+            router_norm=self.norm(f"{name}.router_norm.weight"),
+            router=self._tensors.linear(f"{name}.modality_router"),
+            prediction=self._tensors.linear(f"{name}.prediction_coefs"),
+            correction=self._tensors.linear(f"{name}.correction_coefs"),
+            output_scale=self._tensors.tensor(f"{name}.correct_output_scale"),
+        )
+
+    def _laurel(self, name: str) -> LaurelWeights | None:
+        if self._config.alt_up is None:
+            return None
+        return LaurelWeights(
+            left=self._tensors.linear(f"{name}.linear_left"),
+            right=self._tensors.linear(f"{name}.linear_right"),
+            norm=self.norm(f"{name}.post_laurel_norm.weight"),
         )
 
     def _layer_inputs(self, name: str) -> LayerInputWeights | None:
@@ -461,6 +505,8 @@ class _Builder:
         is_fused = self._config.may_fuse_mlp and f"{name}.gate_up_proj.weight" in self._tensors
         if self._config.has_fused_mlp or is_fused:
             gate_up: tuple[Linear, ...] = (self._tensors.linear(f"{name}.gate_up_proj"),)
+        elif not self._config.has_gates:
+            gate_up = (self._tensors.linear(f"{name}.up_proj"),)
         else:
             gate_up = self._tensors.joined(f"{name}.gate_proj", f"{name}.up_proj")
         return Mlp(gate_up, self._tensors.linear(f"{name}.down_proj"))
