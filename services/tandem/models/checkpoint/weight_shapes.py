@@ -38,10 +38,11 @@ matrices are ordered by key head: for each key head q, k, v and z, and b and a. 
 all heads come first, then their k, then v.
 
 name                                  shape                                         present
-linear_attn.in_proj_qkvz.weight       [channels + value heads * value dim, hidden]  joined
+linear_attn.in_proj_qkvz.weight       [channels + value heads * value dim, hidden]  joined, not in
+                                                                                    newer GGUF files
 linear_attn.in_proj_ba.weight         [2 * value heads, hidden]                     joined
-linear_attn.in_proj_qkv.weight        [channels, hidden]                            not joined
-linear_attn.in_proj_z.weight          [value heads * value dim, hidden]             not joined
+linear_attn.in_proj_qkv.weight        [channels, hidden]                            otherwise
+linear_attn.in_proj_z.weight          [value heads * value dim, hidden]             otherwise
 linear_attn.in_proj_{b,a}.weight      [value heads, hidden]                         not joined
 linear_attn.conv1d.weight             [channels, 1, kernel]
 linear_attn.A_log, linear_attn.dt_bias  [value heads]
@@ -153,7 +154,7 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
     for i, spec in enumerate(config.layers):
         layer: Shapes = {f"{name}.weight": (hidden,) for name in norm_names(config, spec).values()}
         if spec.linear is not None:
-            layer |= _state_shapes(spec.linear, hidden)
+            layer |= _state_shapes(spec.linear, hidden, f"model.layers.{i}.linear_attn", stored)
         if spec.has_attention:
             layer |= _attention_shapes(config, spec, f"model.layers.{i}", stored)
         if spec.experts:
@@ -196,10 +197,13 @@ def norm_names(config: ModelConfig, spec: LayerSpec) -> dict[str, str]:
     return NORMS["after" if spec.has_attention else "before"]
 
 
-def _state_shapes(sizes: LinearAttention, hidden: int) -> Shapes:
-    """Returns the shapes of a layer's linear attention: the tables in this module's docstring."""
+def _state_shapes(
+    sizes: LinearAttention, hidden: int, name: str, stored: Collection[str]
+) -> Shapes:
+    """Returns the shapes of a layer's linear attention `name`: the tables in this module's
+    docstring."""
     if isinstance(sizes, GatedDelta):
-        return _delta_shapes(sizes, hidden)
+        return _delta_shapes(sizes, hidden, name, stored)
     num_first = 3 * sizes.num_outputs
     shapes: Shapes = {"linear_attn.conv1d.weight": (sizes.num_channels, 1, sizes.kernel)}
     has_conv_bias = sizes.has_biases if isinstance(sizes, ShortConv) else sizes.has_conv_bias
@@ -219,18 +223,19 @@ def _state_shapes(sizes: LinearAttention, hidden: int) -> Shapes:
     )
 
 
-def _delta_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
+def _delta_shapes(sizes: GatedDelta, hidden: int, layer: str, stored: Collection[str]) -> Shapes:
+    """Returns the shapes of a layer's linear attention: the table in this module's docstring. The
+    names in `stored` decide whether q, k, v and z are one matrix."""
     num_values = sizes.num_value_heads * sizes.value_dim
-    outputs = {
-        "qkv": sizes.num_channels,
-        "z": num_values,
-        "b": sizes.num_value_heads,
-        "a": sizes.num_value_heads,
-    }
     if sizes.form == "apart":
         return _apart_shapes(sizes, hidden)
+    outputs = {"qkv": sizes.num_channels, "z": num_values}
+    if sizes.form == "joined" and f"{layer}.in_proj_qkv.weight" not in stored:
+        outputs = {"qkvz": sizes.num_channels + num_values}
     if sizes.form == "joined":
-        outputs = {"qkvz": sizes.num_channels + num_values, "ba": 2 * sizes.num_value_heads}
+        outputs["ba"] = 2 * sizes.num_value_heads
+    else:
+        outputs |= dict.fromkeys("ba", sizes.num_value_heads)
     return {
         f"linear_attn.in_proj_{name}.weight": (num, hidden) for name, num in outputs.items()
     } | {

@@ -514,7 +514,11 @@ FAMILIES: Mapping[str, Family] = {
         pattern=4,
         rope_theta=500000.0,
         has_rope_by_kind=True,
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_local_base_freq": 500000.0,
+            "sliding_window": 4096,
+        },
     ),
     "OlmoHybridForCausalLM": Family(
         norms="after_attention",

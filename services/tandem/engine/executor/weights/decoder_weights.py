@@ -169,8 +169,8 @@ class LayerWeights:
     norms. In these families, the norms in this class include the offset and are in float32."""
 
     # The matrices q, k and v, or one matrix with the rows of all three. With latent attention, two
-    # matrices: the first computes the queries or the latent of the queries, the second the KV. In a
-    # layer that keeps a state, the rows are:
+    # matrices, or one with the rows of both: the first computes the queries or the latent of the
+    # queries, the second the KV. In a layer that keeps a state, the rows are:
     #   Gated DeltaNet      the channels of the convolution, the output gates z [outputs], and b and
     #                       a [value heads] each
     #   Mamba 2             z [outputs], the channels of the convolution, and dt [heads]
