@@ -44,8 +44,8 @@ class GatewayOptions(Options):
     """Number of further endpoints that the endpoint picker names for a request. The gateway can
     send the request to a further endpoint if the first endpoint fails."""
     picker_stays: Switch = False
-    """Let the gateway send both requests and answers through the endpoint picker. The picker then knows when a
-    request ends. Without this option, only requests pass through the picker."""
+    """Let the gateway send both requests and answers through the endpoint picker. The picker then
+    knows when a request ends. Without this option, only requests pass through the picker."""
     objectives: Annotated[Mapping[str, int], by_comma("NAME=PRIORITY,...", parse_objectives)] = (
         field(default_factory=dict)
     )

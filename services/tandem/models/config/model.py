@@ -6,7 +6,6 @@ raises UnsupportedModel, before any weight is read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -108,6 +107,8 @@ class ModelConfig:
     has_kv_scales: bool = False  # True: the checkpoint has static scales for KV in fp8_e4m3.
     has_fused_qkv: bool = False  # True: checkpoints store q, k and v as one matrix.
     has_fused_mlp: bool = False  # True: checkpoints store gate and up as one matrix.
+    # True: some checkpoints store gate and up as one matrix; the names of their tensors tell.
+    may_fuse_mlp: bool = False
     # True: checkpoints store two elements that RoPE rotates together side by side.
     has_rope_pairs: bool = False
     # Part of a tensor's name in checkpoints -> the part that stands there in this package.
@@ -183,14 +184,15 @@ class ModelConfig:
 
     def name_in_files(self, name: str) -> str:
         """Returns the name that a tensor has in checkpoints of the text part alone."""
-        in_files = {
-            ours.removesuffix("."): own.removesuffix(".") for own, ours in self.tensor_names.items()
-        }
-        if not in_files:
-            return name
-        # The longest part first, because a shorter one may be a part of it.
-        parts = "|".join(map(re.escape, sorted(in_files, key=len, reverse=True)))
-        return re.sub(rf"(?:{parts})(?![^.])", lambda part: in_files[part[0]], name)
+        # The longest part first, because a shorter one may be a part of it. A number stands for a
+        # replaced part until the end, so that no part is replaced twice. The dots around a part
+        # belong to its neighbours, too.
+        rules = sorted(self.tensor_names.items(), key=lambda rule: -len(rule[1]))
+        for index, (_, ours) in enumerate(rules):
+            name = name.replace(ours, ours.replace(ours.strip("."), f"<{index}>"))
+        for index, (own, _) in enumerate(rules):
+            name = name.replace(f"<{index}>", own.strip("."))
+        return name
 
     def heads_of(self, layer: LayerSpec) -> Heads:
         """Returns the KV heads of a layer."""
@@ -300,7 +302,8 @@ class ModelConfig:
             ),
             has_kv_scales=has_kv_scales(config),
             has_fused_qkv=family.fused == "all",
-            has_fused_mlp=family.fused != "",
+            has_fused_mlp=family.fused in ("mlp", "all"),
+            may_fuse_mlp=family.fused == "maybe_mlp",
             has_rope_pairs=family.has_rope_pairs,
             tensor_names=_tensor_names(config, family),
             latent=latent,
@@ -391,6 +394,8 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.has_rotary_dim and config.get("rotary_dim") is not None:
         share = size(config, "rotary_dim") / size(filled, "head_dim")
         filled.setdefault("partial_rotary_factor", share)
+    if family.has_clamped_gates and filled.get("hidden_act") == "swigluoai":
+        filled["hidden_act"] = "silu"  # MiniMax M3's name of clamped gates
     if family.has_mimo_layers and config.get("sliding_window_size") is not None:
         filled["sliding_window"] = size(config, "sliding_window_size") + 1
     pattern = config.get("hybrid_override_pattern")
