@@ -145,7 +145,8 @@ class ExpertNames:
             return shapes
         if self.is_stacked:
             gate_up, down = self.stacked
-            shapes[gate_up] = (experts.num, 2 * experts.inner, hidden)
+            num_first = len(_PARTS[self.form]) - 1
+            shapes[gate_up] = (experts.num, num_first * experts.inner, hidden)
             shapes[down] = (experts.num, hidden, experts.inner)
             if self.form == "llama4":
                 shapes |= {name: (experts.num, *shapes[name][:0:-1]) for name in self.stacked}
