@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
@@ -25,6 +27,8 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -36,6 +40,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -144,6 +150,15 @@ _DEEPSEEK = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 44,
     "first_k_dense_replace": 1,
+}
+# An indexer chooses 24 tokens. It has so many heads that scores are never 0, because transformers
+# does not take the first of equal scores.
+_INDEXER = {
+    "q_lora_rank": 28,
+    "index_n_heads": 16,
+    "index_head_dim": 20,
+    "index_topk": 24,
+    "attention_bias": True,
 }
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 _EXPERTS = {
@@ -316,6 +331,31 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "routed_scaling_factor": 0.25,
             "rope_interleave": False,
             "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-v3.2": (
+        DeepseekV32ForCausalLM,
+        DeepseekV32Config,
+        _DEEPSEEK
+        | _INDEXER
+        | {
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            **_NO_PAD,
+        },
+    ),
+    "glm5": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig,
+        _DEEPSEEK
+        | _INDEXER
+        | {
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "tie_word_embeddings": True,
+            **_NO_PAD,
         },
     ),
     "smollm3": (
@@ -674,6 +714,27 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             **_NO_PAD,
         },
     ),
+    "gemma3n": (
+        Gemma3nForCausalLM,
+        Gemma3nTextConfig,
+        {
+            "num_hidden_layers": 5,
+            "intermediate_size": [76, 76, 60, 76, 44],
+            "head_dim": 16,
+            "sliding_window": 40,
+            "attention_bias": True,
+            "layer_types": ["sliding_attention", *_WINDOWS, "full_attention"],
+            "final_logit_softcapping": 3.0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 190,
+            "num_kv_shared_layers": 2,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "laurel_rank": 12,
+            "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.8],
+            **_NO_PAD,
+        },
+    ),
     "gemma4": (
         Gemma4ForCausalLM,
         Gemma4TextConfig,
@@ -707,12 +768,32 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             **_NO_PAD,
         },
     ),
+    "gemma4-moe": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 203,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 44,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "global_head_dim": 32,
+            **_NO_PAD,
+        },
+    ),
     "mimo-v2": (
         MiMoV2FlashForCausalLM,
         MiMoV2FlashConfig,
         {
             "head_dim": 32,
-            "v_head_dim": 24,
+            "v_head_dim": 16,
             "num_key_value_heads": 1,
             "n_routed_experts": 12,
             "num_experts_per_tok": 3,
@@ -737,6 +818,7 @@ FAMILIES = tuple(_FAMILIES)
 # them to the long form.
 KNOWN_KINDS = (
     *("olmo3", "glm", "glm4-moe", "glm4-moe-lite", "minimax-m2", "seed-oss", "exaone4"),
+    "deepseek-v3.2",
     *("ernie4.5", "hy-v3", "mistral4", "hunyuan-moe", "gemma4-keys"),
     *("granite4-dense", "falcon-h1-norm", "lfm2-moe", "olmo-hybrid-rope"),
 )

@@ -62,6 +62,10 @@ def _attention(family: Family) -> str:
         "pattern": f"a window, but for the last of each {family.pattern} layers",
     }
     words = ["latent" if family.is_latent else parts[family.windows]]
+    if family.indexer:
+        words.append("to tokens that an indexer chooses")
+    if family.indexer == "shared":
+        words.append("some layers use the choice of an earlier one")
     if family.linear:
         states = {"short_conv": "short convolutions", "mamba2": "Mamba 2"}
         kind = states.get(family.linear, "Gated DeltaNet")
@@ -79,6 +83,8 @@ def _attention(family: Family) -> str:
         words.append(
             "other heads in layers without a window; KV of earlier layers in the last ones"
         )
+    if family.has_alt_up:
+        words.append("KV of earlier layers in the last ones")
     if family.has_mimo_layers:
         words.append("the first has none; twice as many KV heads in layers with a window")
     if family.has_sinks:
@@ -134,7 +140,8 @@ def _norms(family: Family) -> str:
         "rotated_plain": "; of each head of q and k after RoPE, without weights",
     }
     latents = "; of latents" if family.is_latent else ""
-    latents += "; of values, without weights" if family.has_gemma4_layers else ""
+    has_value_norms = family.has_gemma4_layers or family.has_alt_up
+    latents += "; of values, without weights" if has_value_norms else ""
     return where + weights + of_heads[family.qk_norm] + latents
 
 
@@ -147,6 +154,7 @@ def _mlp(family: Family) -> str:
         "range": "experts in some layers",
         "kinds": "dense or experts in layers of their own",
         "listed": "experts in some layers",
+        "switched": "dense; with `enable_moe_block` experts, and the dense MLP beside them",
     }
     words = [layers[family.expert_layers] if family.experts else "dense"]
     if "n_shared_experts" in family.defaults:
@@ -166,6 +174,8 @@ def _mlp(family: Family) -> str:
         words.append("weights multiply their inputs")
     if family.has_clamped_gates:
         words.append("clamped gates")
+    if family.has_alt_up:
+        words.append("sparse gates in some layers")
     if family.fused:
         others = ", and so are q, k, v" if family.fused == "all" else ""
         words.append(f"stored as one matrix{others}")
@@ -179,6 +189,11 @@ def _factors(family: Family) -> str:
         "": [],
         "granite": ["of embeddings, scores, residuals and logits"],
         "gemma": ["of embeddings and scores"],
+        "gemma3n": [
+            "of embeddings",
+            "embeddings for each layer",
+            "copies of the residual stream (AltUp, LAuReL)",
+        ],
         "cohere": ["of logits"],
         "falcon_h1": ["of embeddings, logits and most products"],
     }

@@ -123,6 +123,10 @@ struct Experts {  // the experts of a layer, which all have one shape, and their
     // [hidden]: the weights of the shared MLP's gate, times those of the norm before the MLP. null:
     // the shared MLP has no gate.
     const float* shared_gate;
+    // [hidden]: norms before the router and the experts, and after the experts and the shared MLP.
+    // null: the layer's norm before the MLP is used, and none after.
+    const float *router_norm, *input_norm, *output_norm, *shared_output_norm;
+    const float* scales;  // [num], factors on the weights of the experts; null: none
 };
 
 struct Latent {  // see latent.h
@@ -154,6 +158,20 @@ struct StateLayer {  // see state_layer.h
     float norm_eps;
 };
 
+struct LayerInput {  // see layer_inputs.h
+    Matrix gate;        // [size, hidden]
+    Matrix projection;  // [hidden, size]
+    const float* norm;  // [hidden]
+};
+
+struct LayerInputs {  // the embeddings that tokens have for each layer (layer_inputs.h)
+    const void* embedding;  // [vocab, layers * size]: F32 or BF16
+    Matrix projection;      // [layers * size, hidden]
+    const float* norm;      // [size]
+    int32_t embedding_kind, size;
+    float multiplier;  // factor on the embeddings
+};
+
 struct Layer {  // Norms that the model does not have are null.
     const float* attention_norm;
     const float* attention_post_norm;  // applied to the output of attention
@@ -180,6 +198,14 @@ struct Layer {  // Norms that the model does not have are null.
     int32_t has_attention;    // false: the layer keeps no KV
     int32_t has_mlp;          // false: the layer has neither an MLP nor experts
     const StateLayer* state;  // null: the layer keeps no state
+    // value_dim: numbers of a value that `qkv` computes, at most head_dim. The pool has zeros after
+    // them. With latent attention it is head_dim.
+    int32_t num_kv_heads, head_dim, value_dim;
+    // true: the layer has no keys and values, and reads those at `group` and `place`, which an
+    // earlier layer has stored. `qkv` computes only queries.
+    int32_t shares_kv;
+    float scalar;             // factor on the output of the layer
+    const LayerInput* input;  // null: tokens have no embeddings for layers
 };
 
 struct Model {
@@ -189,7 +215,7 @@ struct Model {
     // the output matrix.
     const void* embedding;
     Matrix output;
-    int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, inner, vocab;
+    int32_t num_layers, hidden, num_heads, inner, vocab;
     // computed_kind: F32 or BF16, the compute dtype of the model
     int32_t embedding_kind, computed_kind;
     float norm_eps;
@@ -198,10 +224,13 @@ struct Model {
     int32_t norms_rotated;    // true: q_norm and k_norm are applied after the rotation
     int32_t centers_norms;    // true: norms of the residual stream are LayerNorms without biases
     int32_t is_parallel;      // true: the MLP reads the residual stream before attention is added
+    int32_t norms_values;     // true: values are normalized, without weights
     float attention_scale;    // factor on scores
     float embedding_multiplier, residual_multiplier, logits_multiplier;
     float logit_cap;      // soft cap of logits; 0: no cap
     float attention_cap;  // soft cap of scores; 0: no cap
+    float value_scale;    // factor on values
+    const LayerInputs* layer_inputs;  // null: tokens have no embeddings for layers
 };
 
 struct Span {  // the tokens that a step computes for a sequence: the last ones of its context

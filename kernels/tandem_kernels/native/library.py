@@ -85,6 +85,10 @@ class Experts(Structure):
         ),
         ("scale", c_float),
         ("shared_gate", c_void_p),
+        *(
+            (name, c_void_p)
+            for name in ("router_norm", "input_norm", "output_norm", "shared_output_norm", "scales")
+        ),
     )
 
 
@@ -116,6 +120,21 @@ class StateLayer(Structure):
     )
 
 
+class LayerInput(Structure):
+    _fields_ = (("gate", Matrix), ("projection", Matrix), ("norm", c_void_p))
+
+
+class LayerInputs(Structure):
+    _fields_ = (
+        ("embedding", c_void_p),
+        ("projection", Matrix),
+        ("norm", c_void_p),
+        ("embedding_kind", c_int32),
+        ("size", c_int32),
+        ("multiplier", c_float),
+    )
+
+
 class Layer(Structure):
     _fields_ = (
         ("attention_norm", c_void_p),
@@ -139,6 +158,9 @@ class Layer(Structure):
         ("has_attention", c_int32),
         ("has_mlp", c_int32),
         ("state", POINTER(StateLayer)),
+        *((name, c_int32) for name in ("num_kv_heads", "head_dim", "value_dim", "shares_kv")),
+        ("scalar", c_float),
+        ("input", POINTER(LayerInput)),
     )
 
 
@@ -154,8 +176,6 @@ class Model(Structure):
                 "num_layers",
                 "hidden",
                 "num_heads",
-                "num_kv_heads",
-                "head_dim",
                 "inner",
                 "vocab",
                 "embedding_kind",
@@ -166,7 +186,13 @@ class Model(Structure):
         ("num_threads", c_int32),
         *(
             (name, c_int32)
-            for name in ("norms_all_heads", "norms_rotated", "centers_norms", "is_parallel")
+            for name in (
+                "norms_all_heads",
+                "norms_rotated",
+                "centers_norms",
+                "is_parallel",
+                "norms_values",
+            )
         ),
         *(
             (name, c_float)
@@ -177,8 +203,10 @@ class Model(Structure):
                 "logits_multiplier",
                 "logit_cap",
                 "attention_cap",
+                "value_scale",
             )
         ),
+        ("layer_inputs", POINTER(LayerInputs)),
     )
 
 

@@ -167,10 +167,10 @@ inline void place_state(const Model& model, const Step& step, int index, const R
     const StateShape shape(own);
     const KvGroup& group = step.group_of(own);
     const int64_t stride = static_cast<int64_t>(projected_width(model, layer));
-    const int before = layer.has_attention ? model.num_heads * model.head_dim : 0;
+    const int before = layer.has_attention ? model.num_heads * layer.head_dim : 0;
     float* const projected =
         rows.projected +
-        (layer.has_attention ? before + 2 * model.num_kv_heads * model.head_dim : 0);
+        (layer.has_attention ? before + 2 * layer.num_kv_heads * layer.head_dim : 0);
     float* const states =
         reinterpret_cast<float*>(static_cast<char*>(group.kv) + own.place * group.layer_bytes);
     float* const convs = states + own.key_dim * own.value_dim;

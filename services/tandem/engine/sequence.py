@@ -48,7 +48,7 @@ copy of this block and computes the tokens after those that are equal:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from tandem.common.block_hash import block_hash, hash_blocks
@@ -84,6 +84,17 @@ class SequenceStart:
     # only this sequence writes, or into its running state. Empty: nothing is copied.
     sources: tuple[int | None, ...]
     is_fork: bool
+    # Number of blocks after which frozen states are transferred to the consumer; 0: none are.
+    checkpoint: int = 0
+    # Frozen states that become the running states of the sequence, one for each state group, in
+    # place of copies of `sources`.
+    taken: tuple[int, ...] = ()
+
+    def taking_states(self) -> SequenceStart:
+        """Returns a start that needs no slots besides those of `sources`, which are then not cached
+        any more."""
+        taken = tuple(source for source in self.sources if source is not None)
+        return replace(self, sources=(), taken=taken)
 
 
 @dataclass(slots=True)
@@ -461,9 +472,23 @@ class Sequence:
         if awaits:
             num_computed = start
             part = NO_PART
+        checkpoint = 0
+        if self.mode is Mode.PREFILL_ONLY:
+            checkpoint = self._transferred_checkpoint(self.spec.first_wanted_block)
+        elif awaits and self.mode is Mode.WAITING_FOR_REMOTE_KV:
+            checkpoint = self._transferred_checkpoint(num_cached_blocks)
         return SequenceStart(
-            num_cached_blocks, num_computed, resume, part.sources, fork is not None
+            num_cached_blocks, num_computed, resume, part.sources, fork is not None, checkpoint
         )
+
+    def _transferred_checkpoint(self, first_wanted_block: int) -> int:
+        """Returns the number of blocks after which frozen states are transferred to a consumer that
+        wants the blocks from `first_wanted_block` on; 0: none are. Producer and consumer compute
+        the same number."""
+        if self.checkpoints is None or not self.spec.has_forks:
+            return 0
+        depth = self.checkpoints.last_before(self.num_tokens) // self.block_size
+        return depth if depth > first_wanted_block else 0
 
     def hold(self, tables: BlockTables, start: SequenceStart) -> list[BlockCopy]:
         """Assigns the block tables at admission. Returns the copies from `start.sources` to the
@@ -581,6 +606,17 @@ class Sequence:
             token_ids=self.block_tokens(depth - 1),
             adapter=self.spec.adapter,
         )
+
+    def take_frozen_states(self, kv: KvCache) -> None:
+        """Caches the frozen states that a peer has sent with the blocks, if there are any."""
+        if depth := self.tables.checkpoint:
+            kv.store_checkpoint(
+                self.tables,
+                self.block_hashes[:depth],
+                chain_root=self.chain_root,
+                token_ids=self.block_tokens(depth - 1),
+                adapter=self.spec.adapter,
+            )
 
     def take_used(self) -> list[bytes]:
         """Returns the hashes of the blocks stored or reused since the last call. No block is

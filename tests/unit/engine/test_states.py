@@ -5,21 +5,25 @@ short convolutions, which have the last inputs only."""
 from __future__ import annotations
 
 from functools import cache
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tandem.common.kv_budget import KvBudget
+from tandem.common.retention import Retention
 from tandem.common.sampling_params import SamplingParams
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.types import Mode
 from tandem.errors import BadRequest, ConfigError
 from tandem.models.folder import ModelFolder
 from tandem_kernels.state_pool import StatePool
-from tests.engine_driver import drive_all, make_spec
-from tests.grouped_toy import STATE, continuation, make_grouped_engine
+from tests.engine_driver import Outcome, drive_all, make_spec
+from tests.grouped_toy import STATE, GroupedToyRunner, continuation, make_grouped_engine
 from tests.model_engines import make_model_engine, make_runner
 from tests.tiny_models import make_tiny_model
 
@@ -111,6 +115,38 @@ def test_a_second_turn_computes_its_new_tokens_and_at_most_64_more(
     second = [*_PROMPT, *answer, *_PROMPT[:30]]
     (num_cached,) = oracle.check(engine, second)
     assert num_cached == 448  # the last multiple of 64 before the 449 tokens that have KV
+
+
+def test_each_turn_of_a_long_chat_computes_its_new_tokens_and_at_most_64_more(
+    tmp_path: Path,
+) -> None:
+    """The pattern of layers is that of Qwen3-Next. The template ends a prompt with 7 tokens, of
+    which the next prompt has 3, and drops the first 5 tokens of an answer, its reasoning."""
+    layers = {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]}
+    folder, _ = make_tiny_model(
+        "qwen3-next", tmp_path, max_position_embeddings=8192, mlp_only_layers=[], **layers
+    )
+    engine, _ = make(folder, num_blocks=400, max_tokens_per_step=512)
+    tokens = torch.randint(0, 203, (4500,), generator=torch.Generator().manual_seed(2)).tolist()
+    ending = [7, 3, 90, 41, 5, 5, 6]
+    chat, rest = tokens[:3990], tokens[3990:]
+    before: list[int] = []  # the tokens of the turn before
+    for turn in range(7):
+        prompt = [*chat, *ending]
+        outcome = drive_all(engine, make_spec(f"{turn}", prompt, max_tokens=15 + 4 * turn))
+        num_computed = sum(report.num_prefill_tokens for report in outcome.reports)
+        pairs = zip(before, prompt, strict=False)
+        num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        assert num_computed <= len(prompt) - num_common + 64
+        assert num_common > 3990 or not turn
+        answer = outcome.token_ids[f"{turn}"]
+        before = [*prompt, *answer]
+        chat = [*chat, *ending[:3], *answer[5:], *rest[: 17 + 5 * turn]]
+        rest = rest[17 + 5 * turn :]
+    engine.reset_prefix_cache()
+    cold = drive_all(engine, make_spec("cold", prompt, max_tokens=len(answer)))
+    assert cold.token_ids["cold"] == answer
+    assert cold.ends["cold"].num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("destroy", [True, False])
@@ -226,3 +262,66 @@ def test_the_least_useful_states_are_evicted_first() -> None:
     for prompt in prompts[3:]:
         again = drive_all(engine, make_spec("a", prompt, max_tokens=1))
         assert again.ends["a"].num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("has_forks", [True, False])
+def test_forks_resume_after_the_prompts_last_states_that_a_peer_has_sent(has_forks: bool) -> None:
+    windows = (None, STATE)
+    here, runner = make_grouped_engine(windows, num_blocks=60)
+    there, far_runner = make_grouped_engine(windows, num_blocks=60)
+    prompt = list(range(22))
+    here.add(make_spec("a", prompt, mode=Mode.WAITING_FOR_REMOTE_KV, has_forks=has_forks))
+    (reserved,) = here.step().reserved
+    lease = drive_all(there, make_spec("a", prompt, mode=Mode.PREFILL_ONLY, has_forks=has_forks))
+    sent = [i for report in lease.reports for run in report.final_blocks for i in run.block_ids]
+    for source, target in zip(sent, reserved.block_ids, strict=True):
+        runner.block(here.layout, target).copy_(far_runner.block(there.layout, source))
+    (prefilled,) = [one for report in lease.reports for one in report.prefilled]
+    here.commit("a", prefilled.first_token_id)
+    forks = [make_spec(name, prompt, fork_of="a", max_tokens=4) for name in "bc"]
+    outcome = drive_all(here, *forks)
+    for name in "bc":
+        assert outcome.token_ids[name] == continuation(prompt, 4, windows)
+    assert outcome.token_ids["a"] == continuation(prompt, 5, windows)[1:]
+    num_cached = [outcome.ends[name].num_cached_tokens for name in "bc"]
+    assert num_cached == ([20, 20] if has_forks else [0, 20])
+    there.remove("a")
+    assert there.load().blocks_used == here.load().blocks_used == 0
+
+
+def test_pins_report_the_depth_at_which_a_state_is() -> None:
+    engine, _ = make_grouped_engine((None, STATE), num_blocks=60, max_num_seqs=2, kv_pin_share=1.0)
+    prompt = list(range(43))
+    drive_all(engine, make_spec("a", prompt, max_tokens=1))
+    hashes = engine._new_sequences.make(make_spec("b", prompt)).block_hashes
+    # There is a state after every second block of 4 tokens.
+    for num_tokens, depth in ((0, 10), (28, 6), (16, 4), (4, 0)):
+        kept = engine.kept.keep(b"t", Retention(pin_s=9.0, num_tokens=num_tokens), hashes)
+        assert kept.num_blocks == depth
+        assert bool(kept.reason) == (depth * 4 < num_tokens)
+    drive_all(engine, *[make_spec(f"{i}", [100 + i] * 20, max_tokens=1) for i in range(200)])
+    again = drive_all(engine, make_spec("a", prompt, max_tokens=1))
+    assert again.ends["a"].num_cached_tokens == 40
+
+
+def test_a_sequence_does_not_wait_for_a_slot_besides_the_state_after_which_it_resumes() -> None:
+    """The pool has 4 slots. Three sequences run, and the last slot has a frozen state."""
+    windows = (None, STATE)
+    slot_bytes = GroupedToyRunner(windows, block_size=4).layout().groups[1].layout.block_bytes
+    engine, _ = make_grouped_engine(
+        windows, num_blocks=None, kv_bytes_max=8 * slot_bytes, max_num_seqs=4
+    )
+    assert engine.layout.sizes[1] == 4
+    prompt = list(range(20))
+    drive_all(engine, make_spec("first", prompt, max_tokens=1))
+    for number in range(3):
+        engine.add(make_spec(f"{number}", [100 + number] * 3, max_tokens=30))
+    engine.step()
+    engine.add(make_spec("b", [*prompt, 7], max_tokens=4))
+    outcome = Outcome()
+    while "b" not in outcome.ends:
+        outcome.take(engine.step())
+        engine.check_integrity()
+    assert set(outcome.ends) == {"b"}
+    assert outcome.token_ids["b"] == continuation([*prompt, 7], 4, windows)
+    assert outcome.ends["b"].num_cached_tokens == 20

@@ -24,6 +24,11 @@ _INNER_CHUNK = 64  # tokens that kernels compute together by matrix products (do
 _LAST_TOKENS = 8
 
 
+def checkpoint_spacing(block_size: int) -> int:
+    """Returns the number of tokens of which all positions are multiples."""
+    return lcm(_INNER_CHUNK, block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     """The rule for the sequences of one engine. Both are multiples of the block size."""
@@ -37,7 +42,7 @@ class Checkpoints:
         if not layout.state_groups:
             return None
         blocks = KvLayout(tuple(group for group in layout.groups if not group.has_states))
-        spacing = lcm(_INNER_CHUNK, layout.block_size)
+        spacing = checkpoint_spacing(layout.block_size)
         interval = max(
             checkpoint_interval(layout.groups[number], blocks) for number in layout.state_groups
         )
@@ -61,6 +66,11 @@ class Checkpoints:
 
     def includes(self, position: int, num_prompt: int) -> bool:
         return position > 0 and self.next_after(position - 1, num_prompt) == position
+
+    def last_before(self, num_tokens: int) -> int:
+        """Returns the last position after which a prompt of `num_tokens` tokens can resume, which
+        is before its last token; 0 if there is none."""
+        return self._before(num_tokens - 1)
 
     def _before(self, num_tokens: int) -> int:
         return max(0, num_tokens) // self.spacing * self.spacing

@@ -75,6 +75,8 @@ _PARTS: dict[ExpertForm, tuple[str, ...]] = {
 
 def shared_mlp(experts: Experts) -> str:
     """Returns the name of the MLP that all tokens use."""
+    if experts.has_own_norms:
+        return "mlp"
     return "mlp.shared_expert" if experts.has_shared_gate else "mlp.shared_experts"
 
 
@@ -160,7 +162,7 @@ class ExpertNames:
             return shapes | {name: (num, num_in, num_out)}
         if num_in % MXFP4_BLOCK:
             raise UnsupportedModel(
-                f"the experts have {num_in} inputs; in MXFP4 this must be a multiple of "
-                f"{MXFP4_BLOCK}"
+                f"the experts have {num_in} inputs; in MXFP4 the number of inputs must be a "
+                f"multiple of {MXFP4_BLOCK}"
             )
         return shapes | {name: (num, num_out, num_in)}

@@ -19,6 +19,14 @@ self_attn.o_proj.weight               [hidden, heads * value]             always
 q_a_proj, kv_a_proj_with_mqa and o_proj may have a bias, whose shape is the first size of the
 weight.
 
+A layer with an indexer (`Indexer`) has these tensors in addition:
+
+name                                  shape
+self_attn.indexer.wq_b.weight         [index heads * index dim, q rank]
+self_attn.indexer.wk.weight           [index dim, hidden]
+self_attn.indexer.k_norm.weight       [index dim], and a bias of this shape
+self_attn.indexer.weights_proj.weight [index heads, hidden]
+
 A layer with linear attention (`GatedDelta`) has the following tensors. The outputs of joined
 matrices are ordered by key head: for each key head q, k, v and z, and b and a. Otherwise the q of
 all heads come first, then their k, then v.
@@ -58,6 +66,7 @@ from collections.abc import Collection
 
 from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.expert_names import ExpertNames, Shapes, shared_mlp
+from tandem.models.config.gemma3n import AltUp
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2, ShortConv
@@ -70,6 +79,10 @@ FINAL_NORM = "model.norm.weight"
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 LAYER_PROJECTION = "model.per_layer_model_projection.weight"
 LAYER_NORM = "model.per_layer_projection_norm.weight"
+# Beginnings of the names of matrices that make copies of the residual stream and merge them
+# (`AltUp`). A number follows.
+COPY_PROJECTIONS = "model.altup_projections"
+MERGE_PROJECTIONS = "model.altup_unembed_projections"
 # Value of `ModelConfig.norms` -> (field of LayerWeights -> name of the norm in checkpoints).
 NORMS: dict[str, dict[str, str]] = {
     "before": {
@@ -94,6 +107,14 @@ NORMS: dict[str, dict[str, str]] = {
         "mlp_post_norm": "post_mlp_layernorm",
     },
 }
+# Field of ExpertWeights -> name of the norm, and two factors (`Experts.has_own_norms`).
+EXPERT_NORMS = {
+    "input_norm": "pre_feedforward_layernorm_2",
+    "output_norm": "post_feedforward_layernorm_2",
+    "shared_output_norm": "post_feedforward_layernorm_1",
+}
+ROUTER_SCALE = "router.scale"  # the weights of the router's norm, times the root of hidden
+EXPERT_SCALES = "router.per_expert_scale"
 _WHOLE, _KEYS, _VALUES = (f"self_attn.{part}_b_proj.weight" for part in ("kv", "k", "v"))
 
 
@@ -110,11 +131,18 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
         shapes[LAYER_EMBEDDING] = (config.per_layer_inputs.vocab_size, width)
         shapes[LAYER_PROJECTION] = (width, hidden)
         shapes[LAYER_NORM] = (config.per_layer_inputs.size,)
+    if config.alt_up is not None:
+        shapes |= {
+            f"{name}.{at}.weight": (hidden, hidden)
+            for name in (COPY_PROJECTIONS, MERGE_PROJECTIONS)
+            for at in range(config.alt_up.num - 1)
+        }
     names = ExpertNames.of(config, stored)
     if not names.is_stacked and _num_experts(config) > len(stored):
         raise UnsupportedModel(
-            f"the config has {_num_experts(config)} experts in all layers together, which need at "
-            f"least one tensor each, but the checkpoint has only {len(stored)} tensors"
+            f"the checkpoint has only {len(stored)} tensors, too few for the "
+            f"{_num_experts(config)} experts of the config; each expert needs at "
+            "least one tensor"
         )
     for i, spec in enumerate(config.layers):
         layer: Shapes = {f"{name}.weight": (hidden,) for name in norm_names(config, spec).values()}
@@ -133,8 +161,13 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             layer["per_layer_input_gate.weight"] = (size, hidden)
             layer["per_layer_projection.weight"] = (hidden, size)
             layer["post_per_layer_input_norm.weight"] = (hidden,)
+        if config.alt_up is not None:
+            layer |= _alt_up_shapes(config.alt_up, hidden)
         if spec.experts and spec.experts.shared_inner:
             layer |= _mlp_shapes(config, shared_mlp(spec.experts), spec.experts.shared_inner)
+        if spec.experts and spec.experts.has_own_norms:
+            layer |= {f"{name}.weight": (hidden,) for name in EXPERT_NORMS.values()}
+            layer |= {ROUTER_SCALE: (hidden,), EXPERT_SCALES: (spec.experts.num,)}
         if spec.experts and spec.experts.has_shared_gate:
             layer["mlp.shared_expert_gate.weight"] = (1, hidden)
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
@@ -226,7 +259,8 @@ def _attention_shapes(
     heads = config.heads_of(spec)
     head_dim = heads.dim
     if config.latent is not None:
-        return _latent_shapes(config, config.latent, layer, stored)
+        of_latent = _latent_shapes(config, config.latent, layer, stored)
+        return of_latent | _indexer_shapes(config, config.latent, spec)
     q_size = config.num_attention_heads * head_dim
     kv_size = heads.num_kv * head_dim
     value_dim = config.value_dim or head_dim
@@ -286,6 +320,33 @@ def _latent_shapes(
     shapes["self_attn.q_a_layernorm.weight"] = (latent.q_rank,)
     shapes["self_attn.q_b_proj.weight"] = (heads * latent.q_dim, latent.q_rank)
     return shapes
+
+
+def _indexer_shapes(config: ModelConfig, latent: Latent, spec: LayerSpec) -> Shapes:
+    if (indexer := spec.indexer) is None:
+        return {}
+    assert latent.q_rank is not None
+    shapes: Shapes = {
+        "wq_b.weight": (indexer.num_heads * indexer.dim, latent.q_rank),
+        "wk.weight": (indexer.dim, config.hidden_size),
+        "k_norm.weight": (indexer.dim,),
+        "k_norm.bias": (indexer.dim,),
+        "weights_proj.weight": (indexer.num_heads, config.hidden_size),
+    }
+    return {f"self_attn.indexer.{name}": shape for name, shape in shapes.items()}
+
+
+def _alt_up_shapes(sizes: AltUp, hidden: int) -> Shapes:
+    return {
+        "altup.correct_output_scale": (hidden,),
+        "altup.correction_coefs.weight": (sizes.num, sizes.num),
+        "altup.prediction_coefs.weight": (sizes.num**2, sizes.num),
+        "altup.modality_router.weight": (sizes.num, hidden),
+        "altup.router_norm.weight": (hidden,),
+        "laurel.linear_left.weight": (sizes.laurel_rank, hidden),
+        "laurel.linear_right.weight": (hidden, sizes.laurel_rank),
+        "laurel.post_laurel_norm.weight": (hidden,),
+    }
 
 
 def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shapes:

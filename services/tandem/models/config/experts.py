@@ -48,6 +48,9 @@ class Experts:
     shared_inner: int = 0  # sum of the intermediate sizes of all shared experts; 0: there are none
     # True: the output of the shared expert is multiplied by the sigmoid of a learned gate.
     has_shared_gate: bool = False
+    # True: the router, the shared MLP and the experts have norms of their own, and a learned factor
+    # multiplies the weight of each expert (Gemma 4).
+    has_own_norms: bool = False
 
 
 def read_experts(
@@ -56,7 +59,8 @@ def read_experts(
     """Returns one entry per layer: its experts, or None for a layer with a dense MLP.
 
     Raises UnsupportedModel naming the field that is not supported."""
-    if not family.experts or not has_experts(config, family):
+    is_off = family.expert_layers == "switched" and not flag(config, "enable_moe_block")
+    if not family.experts or is_off or not has_experts(config, family):
         return [None] * num_layers
     num = same_size(config, _num_experts_key(config, family))
     top_k = same_size(config, "num_experts_per_tok")
@@ -88,6 +92,7 @@ def read_experts(
         scale=optional_number(config, "routed_scaling_factor", 1.0) if is_deepseek else 1.0,
         shared_inner=shared_inner,
         has_shared_gate=family.has_shared_gate,
+        has_own_norms=family.has_gemma4_layers,
     )
     return [experts if is_sparse else None for is_sparse in _are_sparse(config, family, num_layers)]
 
@@ -103,7 +108,7 @@ def _are_sparse(config: Mapping[str, Any], family: Family, num_layers: int) -> l
     if family.expert_layers == "kinds":
         of_layers = one_per_layer(config.get("layer_types"), "layer_types", num_layers)
         return [kind == "moe" for kind in of_layers]
-    if family.expert_layers == "all":
+    if family.expert_layers in ("all", "switched"):
         return [True] * num_layers
     if family.expert_layers == "steps":
         dense = config.get("mlp_only_layers") or ()

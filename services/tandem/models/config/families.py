@@ -18,7 +18,8 @@ Linear = Literal[
 Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
 ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4", "granite", "nemotron"]
 Fused = Literal["", "mlp", "all"]
-ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed", "kinds"]
+ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed", "switched", "kinds"]
+Indexers = Literal["", "own", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class Family:
         "granite": the factors in keys such as `embedding_multiplier`;
         "gemma": embeddings are multiplied by the square root of the hidden size, and scores are
             divided by the square root of `query_pre_attn_scalar`;
+        "gemma3n": as "gemma", but scores are not divided;
         "cohere": logits are multiplied by `logit_scale`;
         "falcon_h1": the factors in keys such as `lm_head_multiplier` (falcon_h1.py).
     experts: the naming of the experts' config keys and tensors; empty: there are no experts.
@@ -107,7 +109,8 @@ class Family:
         "range": every `moe_layer_interval`-th layer from `moe_layer_start_index` to
             `moe_layer_end_index` (-1: the last layer);
         "kinds": those that `layer_types` calls "moe";
-        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer.
+        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer;
+        "switched": all if `enable_moe_block` is true, else none.
     has_shared_gate: layers with experts have one shared expert, whose output is multiplied by the
         sigmoid of a learned gate.
     has_sigmoids: the score of an expert is the sigmoid of its logit instead of a softmax.
@@ -119,8 +122,16 @@ class Family:
     has_rotary_dim: `rotary_dim` is the number of rotated elements of a head, if nothing else says.
     has_gemma4_layers: the layers are Gemma 4's: those without a window have heads of their own
         (`global_head_dim`), the last ones read the KV of earlier layers (`num_kv_shared_layers`),
-        values are normalized, and each layer has a scalar and may have embeddings of its own.
+        values are normalized, and each layer has a scalar and may have embeddings of its own. Its
+        experts and its dense MLP are side by side, with norms of their own.
+    has_alt_up: the layers are Gemma 3n's (gemma3n.py).
     is_latent: attention is latent (latent.py).
+    indexer: the layers that have an indexer, which chooses the tokens to which a query attends
+        (indexer.py):
+        "": none; queries attend to all earlier tokens;
+        "own": all;
+        "shared": those that `indexer_types` calls "full"; the others use their choices. RoPE
+            rotates element 2 i of the indexer's heads with element 2 i + 1.
     linear: the kind of the layers that keep a state in place of keys and values, which
         `layer_types` calls by `linear_name`. Without `layer_types`, `full_attn_idxs` lists the
         layers that have full attention; without it, every `full_attention_interval`-th layer does,
@@ -182,7 +193,7 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     is_length_scaled: bool = False
     activation_key: str = "hidden_act"
-    multipliers: Literal["", "granite", "gemma", "cohere", "falcon_h1"] = ""
+    multipliers: Literal["", "granite", "gemma", "gemma3n", "cohere", "falcon_h1"] = ""
     experts: ExpertForm = ""
     expert_layers: ExpertLayers = "all"
     has_shared_gate: bool = False
@@ -192,7 +203,9 @@ class Family:
     has_mimo_layers: bool = False
     has_rotary_dim: bool = False
     has_gemma4_layers: bool = False
+    has_alt_up: bool = False
     is_latent: bool = False
+    indexer: Indexers = ""
     linear: Linear = ""
     linear_name: str = "linear_attention"
     has_parallel_state: bool = False
@@ -297,6 +310,24 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+_DEEPSEEK_V3 = _DEEPSEEK | {
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+_DEEPSEEK_V3_DEMANDS = {
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+# DeepSeek V3.2 and GLM 5: transformers always rotates neighbouring elements of keys.
+_SPARSE_DEMANDS = _DEEPSEEK_V3_DEMANDS | {"rope_interleave": (True,)}
 
 # Routing without groups, in families for which transformers does not read the keys of groups.
 _NO_GROUPS = {"n_group": (1,), "topk_group": (1,)}
@@ -428,22 +459,42 @@ FAMILIES: Mapping[str, Family] = {
         has_sigmoids=True,
         is_corrected=True,
         has_extra_layers=True,
-        demands={
-            "scoring_func": ("sigmoid",),
-            "topk_method": ("noaux_tc",),
-            "moe_layer_freq": (1,),
-        },
-        defaults=_DEEPSEEK
+        demands=_DEEPSEEK_V3_DEMANDS,
+        defaults=_DEEPSEEK_V3,
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        indexer="own",
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        has_extra_layers=True,
+        demands=_SPARSE_DEMANDS,
+        defaults=_DEEPSEEK_V3 | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        indexer="shared",
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        has_extra_layers=True,
+        demands=_SPARSE_DEMANDS,
+        defaults=_DEEPSEEK_V3
         | {
-            "first_k_dense_replace": 3,
-            "moe_intermediate_size": 2048,
-            "n_group": 8,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "num_experts_per_tok": 8,
-            "routed_scaling_factor": 2.5,
-            "topk_group": 4,
+            "index_head_dim": 128,
+            "index_n_heads": 32,
+            "index_topk": 2048,
+            "n_group": 1,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "rms_norm_eps": 1e-5,
+            "topk_group": 1,
+            "v_head_dim": 256,
         },
     ),
     "SmolLM3ForCausalLM": Family(
@@ -966,6 +1017,33 @@ FAMILIES: Mapping[str, Family] = {
             "use_qk_norm": True,
         },
     ),
+    "Gemma3nForCausalLM": Family(
+        norms="around",
+        qk_norm="head",
+        windows="pattern",
+        pattern=5,
+        rope_theta=1000000.0,
+        has_rope_by_kind=True,
+        is_length_scaled=True,
+        activation_key="hidden_activation",
+        multipliers="gemma3n",
+        has_caps=True,
+        has_alt_up=True,
+        refuses=("attn_logit_softcapping", "use_bidirectional_attention"),
+        defaults={
+            "altup_active_idx": 0,
+            "altup_num_inputs": 4,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 256,
+            "laurel_rank": 64,
+            "num_kv_shared_layers": 15,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "vocab_size_per_layer_input": 262144,
+        },
+    ),
     "Gemma4ForCausalLM": Family(
         norms="around",
         qk_norm="head",
@@ -978,8 +1056,13 @@ FAMILIES: Mapping[str, Family] = {
         multipliers="gemma",
         has_caps=True,
         has_gemma4_layers=True,
-        refuses=("attn_logit_softcapping", "enable_moe_block"),
+        experts="qwen",
+        expert_layers="switched",
+        key_names={"num_experts_per_tok": "top_k_experts"},
+        tensor_names={".router.proj.": ".mlp.gate.", ".experts.": ".mlp.experts."},
+        refuses=("attn_logit_softcapping",),
         demands={
+            "norm_topk_prob": (True,),
             "query_pre_attn_scalar": (1,),
             "use_bidirectional_attention": (None, "vision"),
         },
@@ -988,6 +1071,7 @@ FAMILIES: Mapping[str, Family] = {
             "head_dim": 256,
             "hidden_activation": "gelu_pytorch_tanh",
             "hidden_size_per_layer_input": 256,
+            "norm_topk_prob": True,
             "query_pre_attn_scalar": 1,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

@@ -18,6 +18,7 @@ from tandem.models.config.fields import (
     optional_size,
     size,
 )
+from tandem.models.config.indexer import Indexer, read_indexers
 from tandem.models.config.linear_attention import LinearAttention, read_linear
 from tandem.models.config.rope import (
     NO_ROPE,
@@ -68,6 +69,10 @@ class LayerSpec:
     has_mlp: bool = True  # False: the layer has neither an MLP nor experts.
     # Linear attention: the layer keeps a state of constant size. None: it keeps no state.
     linear: LinearAttention | None = None
+    # Sparse attention: the layer's own indexer, which chooses the tokens to which a query attends.
+    indexer: Indexer | None = None
+    # True: a query attends to the tokens that the last earlier layer with an indexer has chosen.
+    shares_choice: bool = False
     heads: Heads | None = None  # None: the layer has the model's heads
     # Number of the earlier layer whose keys and values this layer reads. None: the layer has its
     # own.
@@ -76,6 +81,8 @@ class LayerSpec:
     lacks_sinks: bool = False  # True: the layer has no attention sinks, although others have.
     # True: values are computed by the matrix of the keys.
     values_are_keys: bool = False
+    # Fraction of the MLP's gates that become 0 if they are normally distributed (gemma3n.py).
+    sparsity: float = 0.0
 
 
 def read_layers(
@@ -101,7 +108,8 @@ def read_layers(
         if not have_window and family.rope_in_windows == "only":
             raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
         have_rope = slide if have_window else have_rope
-    _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
+    if not family.indexer:
+        _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
     # Layers whose heads differ from those of layers without a window need a KV group of their own.
     has_own_heads = family.has_gemma4_layers or family.has_mimo_layers
     if has_own_heads and any(slide) and window is None:
@@ -129,9 +137,17 @@ def read_layers(
             has_attention=has_attention,
             has_mlp=has_mlp,
             linear=state,
+            indexer=indexer,
+            shares_choice=bool(family.indexer) and indexer is None,
         )
-        for slides, has_rope, of_mlp, state, (has_attention, has_mlp) in zip(
-            slide, have_rope, experts, linear, parts, strict=True
+        for slides, has_rope, of_mlp, state, (has_attention, has_mlp), indexer in zip(
+            slide,
+            have_rope,
+            experts,
+            linear,
+            parts,
+            read_indexers(config, family, num_layers),
+            strict=True,
         )
     )
 
@@ -289,9 +305,8 @@ def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool], local: 
     kinds = one_per_layer(kinds, "layer_types", len(slide))
     if [_is_local(kind, local) for kind in kinds] != list(slide):
         raise UnsupportedModel(
-            f"layer_types is {kinds!r:.80}; it contradicts the rest of the config: the "
-            "architecture, sliding_window and use_sliding_window together give "
-            f"{sum(slide)} of {len(slide)} layers a sliding window"
+            f"layer_types is {kinds!r:.80}, but the architecture, sliding_window and "
+            f"use_sliding_window give {sum(slide)} of {len(slide)} layers a sliding window"
         )
 
 

@@ -186,8 +186,8 @@ def _read_gated_delta(config: Mapping[str, Any], family: Family) -> GatedDelta:
     # A value head's part of a state has an equal share of the channels of its key head.
     if sizes.key_dim % sizes.group:
         raise UnsupportedModel(
-            f"{sizes.group} value heads share a key head of linear_key_head_dim {sizes.key_dim}; "
-            "the number of value heads must divide linear_key_head_dim"
+            f"{sizes.group} value heads share each key head; this number must divide "
+            f"linear_key_head_dim, which is {sizes.key_dim}"
         )
     _check_kernel(sizes.kernel, "linear_conv_kernel_dim")
     return sizes

@@ -10,11 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from tandem.common.dtypes import IndexKeys
 from tandem.errors import UnsupportedModel
 from tandem.models.config.experts import has_experts
 from tandem.models.config.falcon_h1 import LayerFactors, read_layer_factors
 from tandem.models.config.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
 from tandem.models.config.fields import flag, number, optional_number, optional_size, size
+from tandem.models.config.gemma3n import (
+    AltUp,
+    largest_inner,
+    read_alt_up,
+    with_gemma3n_layers,
+)
 from tandem.models.config.gemma4 import (
     PerLayerInputs,
     read_per_layer_inputs,
@@ -112,6 +119,7 @@ class ModelConfig:
     has_value_norms: bool = False  # True: values are normalized, without weights.
     has_layer_scalars: bool = False  # True: the output of each layer is multiplied by a number.
     per_layer_inputs: PerLayerInputs | None = None  # None: tokens have no embeddings for layers
+    alt_up: AltUp | None = None  # None: the residual stream has no copies.
     # Number of layers in the checkpoint for multi-token prediction. Tandem does not run them.
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
@@ -128,6 +136,12 @@ class ModelConfig:
     def has_states(self) -> bool:
         """True if some layers keep a state."""
         return any(layer.linear is not None for layer in self.layers)
+
+    @property
+    def index_keys(self) -> IndexKeys | None:
+        """The keys of indexers in a token's KV; None if no layer has an indexer."""
+        dims = [layer.indexer.dim for layer in self.layers if layer.indexer is not None]
+        return IndexKeys(len(dims), dims[0]) if dims else None
 
     @property
     def attention_scale(self) -> float:
@@ -168,7 +182,7 @@ class ModelConfig:
 
     def name_in_files(self, name: str) -> str:
         """Returns the name that a tensor has in checkpoints of the text part alone."""
-        for own, ours in self.tensor_names.items():
+        for own, ours in reversed(self.tensor_names.items()):
             name = name.replace(ours, own)
         return name
 
@@ -236,6 +250,9 @@ class ModelConfig:
         _check_ropes(layers, family, latent.rope_dim if latent else head_dim)
         if family.has_gemma4_layers:
             layers = with_gemma4_layers(layers, config, Heads(num_kv_heads, head_dim))
+        if family.has_alt_up:
+            layers = with_gemma3n_layers(layers, config)
+            config = {**config, **largest_inner(config)}
         return cls(
             architecture=architecture,
             vocab_size=size(config, "vocab_size"),
@@ -289,9 +306,14 @@ class ModelConfig:
                 if family.has_mimo_layers
                 else 1.0
             ),
-            has_value_norms=family.has_gemma4_layers,
+            has_value_norms=family.has_gemma4_layers or family.has_alt_up,
             has_layer_scalars=family.has_gemma4_layers,
-            per_layer_inputs=read_per_layer_inputs(config) if family.has_gemma4_layers else None,
+            per_layer_inputs=(
+                read_per_layer_inputs(config, has_all=not family.has_alt_up)
+                if family.has_gemma4_layers or family.has_alt_up
+                else None
+            ),
+            alt_up=read_alt_up(config) if family.has_alt_up else None,
             num_extra_layers=_num_extra_layers(config, family),
             is_text_part=text is not None,
         )
@@ -511,6 +533,8 @@ def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
         )
     if family.multipliers == "cohere":
         return Multipliers(logits=number(config, "logit_scale", 0.0625))
+    if family.multipliers == "gemma3n":
+        return Multipliers(embedding=hidden_size**0.5, attention=1.0)
     if family.multipliers == "gemma":
         return Multipliers(
             embedding=hidden_size**0.5,

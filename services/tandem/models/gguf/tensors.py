@@ -160,8 +160,8 @@ def _blocks(data: torch.Tensor, stored: StoredTensor, config: ModelConfig) -> Gg
     num_heads = num_permuted_heads(stored.name, config)
     if num_heads and stored.shape[0] % (2 * num_heads):
         raise UnsupportedModel(
-            f"{stored.name} has {stored.shape[0]} rows; this must be a multiple of "
-            f"{2 * num_heads}, twice the number of heads"
+            f"{stored.name} has {stored.shape[0]} rows; the number of rows must be a multiple "
+            f"of {2 * num_heads}, twice the number of heads"
         )
     num_rows = stored.shape[0] if num_heads else math.prod(stored.shape[:-1])
     rows = data[stored.begin : stored.end].view(num_rows, -1)

@@ -45,8 +45,12 @@ from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_not_kv_dtype
 
 if TYPE_CHECKING:
-    from tandem.common.config.engine import EngineConfig
+    from tandem.common.config.engine import EngineOptions
     from tandem.common.kv_budget import KvBudget
+
+# A sequence may need a frozen state to resume after, its running state, and a frozen state that is
+# transferred.
+_SLOTS_MIN = 3
 
 # Maximum number of tokens in a step on a CPU, unless --max-tokens-per-step is given.
 STEP_TOKENS = 512
@@ -348,7 +352,7 @@ def _places(model: ModelConfig, includes: Callable[[Rule], bool]) -> dict[int, L
 
 
 def divide_pool(
-    layout: Callable[..., KvLayout], config: EngineConfig, *, step_tokens: int
+    layout: Callable[..., KvLayout], config: EngineOptions, *, step_tokens: int
 ) -> KvLayout:
     """Divides an engine's KV memory among the KV groups. `layout` takes the number of blocks of
     each group and returns the layout of the pools.
@@ -381,7 +385,7 @@ def divide_pool(
     return layout(*(sizes[group] for group in one.groups))
 
 
-def _num_slots(config: EngineConfig, group: KvGroup, blocks: KvLayout) -> int:
+def _num_slots(config: EngineOptions, group: KvGroup, blocks: KvLayout) -> int:
     """Returns the number of slots of a state group. `blocks` has the groups with blocks.
 
     Each of `max_num_seqs` sequences needs a slot for its running state. The frozen states get as
@@ -398,7 +402,7 @@ def _num_slots(config: EngineConfig, group: KvGroup, blocks: KvLayout) -> int:
     left = max(0, config.kv_bytes - config.max_num_seqs * slot_bytes)
     num_tokens = int(left / (token_bytes + 3 * slot_bytes / interval))
     wanted = config.max_num_seqs + 3 * -(-num_tokens // interval)
-    return max(2, min(wanted, config.kv_bytes // 2 // slot_bytes))
+    return max(_SLOTS_MIN, min(wanted, config.kv_bytes // 2 // slot_bytes))
 
 
 def checkpoint_interval(group: KvGroup, blocks: KvLayout) -> int:
@@ -446,6 +450,7 @@ def model_layout(
                 dtype=dtype,
                 has_values=latent is None,
                 rotated=None if latent is None else latent.rotated_key(dtype, computed_dtype),
+                index=model.index_keys,
             ),
         )
 

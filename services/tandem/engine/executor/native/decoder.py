@@ -21,10 +21,11 @@ from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from ctypes import Array, addressof, c_void_p, pointer
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tandem.engine.cache.heavy_hitters import Sums
 from tandem.engine.cache.layout.kv_groups import LayerPlace, layer_places, state_places
@@ -44,6 +45,7 @@ from tandem.engine.executor.torch.decoder import (
 )
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     ModelWeights,
@@ -61,7 +63,7 @@ from tandem.models.config.linear_attention import (
     Mamba2,
 )
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_only_torch
+from tandem.models.config.rope import Rope
 from tandem_kernels.kv_cache import KvPool, StaticKv
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.logprobs import Logprobs
@@ -74,6 +76,8 @@ from tandem_kernels.native.library import (
     Kind,
     KvGroup,
     Layer,
+    LayerInput,
+    LayerInputs,
     Library,
     Mlp,
     Model,
@@ -114,19 +118,24 @@ _ANGLES_MIN = 2048  # number of positions in a new `_AngleTable`
 
 def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
-    if why := why_only_torch(config):
-        return why
+    if config.alt_up is not None:
+        return "only the torch kernels compute a residual stream with several copies (AltUp)"
     for layer in config.layers:
+        if layer.indexer is not None:
+            return "only the torch kernels compute sparse attention"
+        head_dim = config.heads_of(layer).dim
+        if head_dim > _HEAD_MAX and config.latent is None:
+            return f"the head size {head_dim} is larger than {_HEAD_MAX}"
+        if head_dim % PANEL:
+            return f"the head size {head_dim} is not a multiple of {PANEL}"
         if (linear := layer.linear) is None:
             continue
         if linear.value_dim % PANEL:
             return f"the head size {linear.value_dim} of states is not a multiple of {PANEL}"
         if linear.kernel > TAPS_MAX:
             return f"the kernel {linear.kernel} of convolutions is larger than {TAPS_MAX}"
-    if config.head_dim > _HEAD_MAX and config.latent is None:
-        return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
-    if config.head_dim % PANEL:
-        return f"the head size {config.head_dim} is not a multiple of {PANEL}"
+    if config.value_dim is not None and config.value_dim % PANEL:
+        return f"the size of values {config.value_dim} is not a multiple of {PANEL}"
     return ""
 
 
@@ -183,9 +192,7 @@ class NativeDecoder:
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            inner=max(config.intermediate_size, *map(_shared_inner, config.layers)),
+            inner=max(config.intermediate_size, *map(_inner, config.layers)),
             vocab=config.vocab_size,
             norm_eps=config.rms_norm_eps,
             num_threads=num_threads,
@@ -193,12 +200,15 @@ class NativeDecoder:
             norms_rotated=config.norms_rotated_heads,
             centers_norms=config.centers_norms,
             is_parallel=config.is_parallel,
+            norms_values=config.has_value_norms,
             attention_scale=config.attention_scale,
             embedding_multiplier=embedding_multiplier(config, weights.embedding.dtype),
             residual_multiplier=config.multipliers.residual,
             logits_multiplier=config.multipliers.logits,
             logit_cap=config.logit_cap or 0.0,
             attention_cap=config.attention_cap or 0.0,
+            value_scale=config.value_scale,
+            layer_inputs=self._layer_inputs(weights),
         )
         shared = None if memory is None else memory.share
         self._decoder = library.create(self._model, instructions, shared)
@@ -328,6 +338,7 @@ class NativeDecoder:
         weights: LayerWeights,
     ) -> Layer:
         gate = weights.attention_gate
+        heads = self._config.heads_of(spec)
         layer = Layer(
             attention_norm=self._packer.floats(weights.attention_norm),
             attention_post_norm=self._packer.floats(weights.attention_post_norm),
@@ -338,9 +349,14 @@ class NativeDecoder:
             mlp_post_norm=self._packer.floats(weights.mlp_post_norm),
             projected_factors=self._packer.floats(weights.projected_factors),
             num_gates=0 if gate is None else len(gate.weight),
-            rope=self._angles.ropes.index(spec.rope),
+            rope=self._angles.number_of(spec),
             window=-(spec.window or 0) if spec.is_chunked else spec.window or 0,
             has_attention=place is not None,
+            num_kv_heads=heads.num_kv,
+            head_dim=heads.dim,
+            value_dim=self._config.value_dim or heads.dim,
+            shares_kv=spec.kv_source is not None,
+            scalar=1.0 if weights.scalar is None else weights.scalar.item(),
             has_mlp=weights.mlp is not None,
         )
         if weights.attention_out is not None:
@@ -348,6 +364,8 @@ class NativeDecoder:
             layer.attention_out = self._packer.matrix((weights.attention_out,))
         if place is not None:
             layer.group, layer.place = place
+        if weights.layer_inputs is not None:
+            layer.input = pointer(self._layer_input(weights.layer_inputs))
         if state_place is not None:
             assert spec.linear is not None
             assert weights.state is not None
@@ -363,6 +381,37 @@ class NativeDecoder:
         elif weights.mlp is not None:
             layer.mlp = self._mlp(weights.mlp)
         return layer
+
+    def _layer_inputs(self, weights: ModelWeights) -> Any:
+        """Returns a pointer to the embeddings that tokens have for each layer; None if they have
+        none."""
+        sizes, per_layer = self._config.per_layer_inputs, weights.per_layer
+        if sizes is None or per_layer is None:
+            return None
+        embedding = per_layer.embedding.contiguous()
+        self._packer.keep(embedding)
+        inputs = LayerInputs(
+            embedding=embedding.data_ptr(),
+            projection=self._packer.matrix((per_layer.projection,)),
+            norm=self._packer.floats(per_layer.norm),
+            embedding_kind=KINDS[embedding.dtype],
+            size=sizes.size,
+            # rounded to the dtype of the embeddings, as in transformers
+            multiplier=torch.tensor(sizes.size**0.5, dtype=embedding.dtype).item(),
+        )
+        self._packer.keep(inputs)
+        return pointer(inputs)
+
+    def _layer_input(self, weights: LayerInputWeights) -> LayerInput:
+        gate = self._packer.matrix((weights.gate,))
+        gate.gating = _gating(self._config)
+        layer_input = LayerInput(
+            gate=gate,
+            projection=self._packer.matrix((weights.projection,)),
+            norm=self._packer.floats(weights.norm),
+        )
+        self._packer.keep(layer_input)
+        return layer_input
 
     def _state(
         self, sizes: LinearAttention, place: LayerPlace, weights: StateWeights
@@ -423,6 +472,11 @@ class NativeDecoder:
             top_groups=spec.groups.top if spec.groups else 0,
             scale=spec.scale,
             shared_gate=self._packer.floats(gate),
+            router_norm=self._packer.floats(weights.router_norm),
+            input_norm=self._packer.floats(weights.input_norm),
+            output_norm=self._packer.floats(weights.output_norm),
+            shared_output_norm=self._packer.floats(weights.shared_output_norm),
+            scales=self._packer.floats(weights.scales),
         )
         self._packer.keep(experts)
         return experts
@@ -446,8 +500,9 @@ def _num_key_heads(sizes: LinearAttention) -> int:
     return sizes.num_groups if isinstance(sizes, Mamba2) else 1
 
 
-def _shared_inner(spec: LayerSpec) -> int:
-    return spec.experts.shared_inner if spec.experts else 0
+def _inner(spec: LayerSpec) -> int:
+    """Returns the size of a layer's own or shared MLP; 0 if it is the model's."""
+    return spec.experts.shared_inner if spec.experts else spec.inner or 0
 
 
 def _gating(config: ModelConfig) -> Gating:
@@ -555,17 +610,27 @@ class _AngleTable:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self.ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
+        self._config = config
+        # Each rope, with the number of elements of a head that it may rotate.
+        self._ropes = list(dict.fromkeys(map(self._rope_of, config.layers)))
         cpu = torch.device("cpu")
-        self._tables = [rope_tables(rope, config.rope_dim, cpu) for rope in self.ropes]
+        self._tables = [rope_tables(rope, dim, cpu) for rope, dim in self._ropes]
         self._size = 0
         self.reach(_ANGLES_MIN)
+
+    def number_of(self, layer: LayerSpec) -> int:
+        """Returns the number of a layer's table."""
+        return self._ropes.index(self._rope_of(layer))
+
+    def _rope_of(self, layer: LayerSpec) -> tuple[Rope, int]:
+        return layer.rope, self._config.rope_dim if layer.heads is None else layer.heads.dim
 
     def reach(self, positions_end: int) -> None:
         """Extends the tables to all positions less than `positions_end`.
 
         Sets `fields` to the addresses of the tables, each fp32 [ropes, positions, rope_dim / 2],
-        and, if a layer scales queries by position, of their factors, fp32 [ropes, positions].
+        and, if a layer scales queries by position, of their factors, fp32 [ropes, positions]. A
+        table with fewer elements than the largest one is padded at its end.
         """
         if positions_end <= self._size:
             return
@@ -573,7 +638,8 @@ class _AngleTable:
         positions = torch.arange(self._size)
         angles = [rotary_angles(positions, *tables) for tables in self._tables]
         self._cosines, self._sines = (
-            torch.stack(tables).contiguous() for tables in zip(*angles, strict=True)
+            pad_sequence([table.flatten() for table in tables], batch_first=True)
+            for tables in zip(*angles, strict=True)
         )
         self.fields = {
             "cosines": self._cosines.data_ptr(),
@@ -581,7 +647,7 @@ class _AngleTable:
             "table_floats": self._cosines[0].numel(),
             "table_positions": self._size,
         }
-        factors = [query_factors_of(rope, positions) for rope in self.ropes]
+        factors = [query_factors_of(rope, positions) for rope, _ in self._ropes]
         if any(each is not None for each in factors):
             ones = torch.ones(self._size)
             self._factors = torch.stack([ones if each is None else each for each in factors])

@@ -20,6 +20,8 @@ from torch.nn.functional import gelu, relu, silu
 
 from tandem.engine.cache.layout.kv_groups import layer_places, state_places
 from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
+from tandem.engine.executor.torch.alt_up import AltUpStreams, sparse_gates
+from tandem.engine.executor.torch.indexers import StepIndexers
 from tandem.engine.executor.torch.inputs import StepInputs
 from tandem.engine.executor.torch.lora import NO_LORA, ProductName, StepLora
 from tandem.engine.executor.weights.decoder_weights import (
@@ -82,6 +84,9 @@ class Decoder:
         self._places = layer_places(config)
         self._state_places = state_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
+        self._alt_up = (
+            AltUpStreams(config.alt_up, self._project, self._norm) if config.alt_up else None
+        )
         # The output of the final norm for each row of the last step's logits: [rows, hidden].
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
 
@@ -100,7 +105,7 @@ class Decoder:
         is in the pools. On CUDA, the kernels that write it were launched, but may not have
         finished.
         """
-        specs = self._config.layers
+        specs, alt_up = self._config.layers, self._alt_up
         kv_pools = [pool for pool in pools if isinstance(pool, KvPool)]
         attentions = {
             (group, window, is_chunked): self._attention(
@@ -112,6 +117,10 @@ class Decoder:
                 if place is not None
             )
         }
+        indexers = None
+        if self._config.index_keys is not None:
+            (attend,) = attentions.values()
+            indexers = StepIndexers(specs, self._kernels, attend, kv_pools[0], inputs)
         all_angles = {
             key: rotary_angles(inputs.positions, *tables)
             for key, tables in self._frequencies.items()
@@ -123,8 +132,13 @@ class Decoder:
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         layer_inputs = self._per_layer_inputs(inputs.token_ids, x)
+        copies = self._weights.copies
+        streams = [] if copies is None or alt_up is None else alt_up.start(x, copies.make)
         layers = zip(specs, self._places, self._state_places, self._weights.layers, strict=True)
         for index, (spec, place, state_place, layer) in enumerate(layers):
+            if alt_up is not None and layer.alt_up is not None:
+                streams = alt_up.predict(layer.alt_up, streams)
+                x = alt_up.active(streams)
             tell_written = on_kv_written if index + 1 == self._config.num_layers else None
             before = x
             if place is None and state_place is None:
@@ -153,10 +167,11 @@ class Decoder:
                 if place is not None:
                     pool = kv_pools[place.group]
                     angles = all_angles[spec.rope, self._rope_dim(spec)]
+                    query_latents = None
                     if layer.latent is None:
                         heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
                     else:
-                        heads = self._latent_heads(
+                        query_latents, heads = self._latent_heads(
                             index, layer.latent, projected, angles, inputs.num_tokens, lora
                         )
                     queries, keys, values = heads
@@ -164,11 +179,18 @@ class Decoder:
                         queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
                     if spec.kv_source is None:
                         pool.write(place.number, inputs.token_rows[place.group], keys, values)
+                    if indexers is not None:
+                        indexers.write_keys(index, layer.indexer, normed, angles)
                 if tell_written is not None and self._ranks is ALONE:
                     tell_written()
                 if place is not None:
+                    choice = None
+                    if indexers is not None:
+                        choice = indexers.choice(
+                            index, layer.indexer, normed, query_latents, angles
+                        )
                     attend = attentions[place.group, spec.window, spec.is_chunked]
-                    attended = attend(place.number, queries, layer.sinks)
+                    attended = attend(place.number, queries, layer.sinks, choice)
                     attended = attended[..., : self._config.value_dim]
                 if layer.latent is not None:
                     latents = attended[..., : layer.latent.values.shape[-1]]
@@ -189,21 +211,29 @@ class Decoder:
                 if tell_written is not None and self._ranks is not ALONE:
                     tell_written()
                 x = self._added(x, delta, layer.attention_post_norm)
+                if alt_up is not None and layer.laurel is not None:
+                    x = (x + alt_up.laurel(layer.laurel, normed)) * 2**-0.5
             if layer.mlp is None:
                 continue
             normed = self._norm_hidden(before if self._config.is_parallel else x, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
-                delta = whole_of(
-                    self._ranks, self._config.hidden_size, self._mlp(index, layer.mlp, normed, lora)
-                )
+                share = self._mlp(index, layer.mlp, normed, lora, sparsity=spec.sparsity)
+                delta = whole_of(self._ranks, self._config.hidden_size, share)
             else:
                 assert spec.experts is not None
-                delta = self._experts(index, spec.experts, layer.mlp, normed, lora)
+                delta = self._experts(index, spec.experts, layer.mlp, normed, x, lora)
             x = self._added(x, delta, layer.mlp_post_norm)
+            if alt_up is not None and layer.alt_up is not None:
+                streams = alt_up.correct(layer.alt_up, streams, x)
+                x = alt_up.selecting(layer.alt_up, streams)
             if layer.layer_inputs is not None and layer_inputs is not None:
-                x = x + self._layer_input(layer.layer_inputs, x, layer_inputs[:, index])
+                added = self._layer_input(layer.layer_inputs, x, layer_inputs[:, index])
+                streams[1:] = [each + added for each in streams[1:]]
+                x = x + added
             if layer.scalar is not None:
                 x = x * layer.scalar
+        if alt_up is not None and copies is not None:
+            x = alt_up.merge(streams, copies.merge)
         return self._logits(x, inputs.logit_rows)
 
     def _rope_dim(self, spec: LayerSpec) -> int:
@@ -217,6 +247,8 @@ class Decoder:
         weights, sizes = self._weights.per_layer, self._config.per_layer_inputs
         if weights is None or sizes is None:
             return None
+        if sizes.vocab_size < self._config.vocab_size:
+            token_ids = torch.where(token_ids < sizes.vocab_size, token_ids, 0)
         shape = (len(x), self._config.num_layers, sizes.size)
         scale = torch.tensor(sizes.size**0.5, dtype=x.dtype, device=x.device)
         embedded = (weights.embedding[token_ids] * scale).view(shape)
@@ -303,8 +335,9 @@ class Decoder:
         angles: Angles,
         num_tokens: int,
         lora: StepLora,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the queries, keys and values for latent attention (models/config/latent.py).
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Returns the latents of queries, and the queries, keys and values for latent attention
+        (models/config/latent.py). The latents are None if the model's queries have none.
 
         A token's KV is one vector of D elements: the token's latent and then the rotated key. It
         serves as the key and as the value of all heads. So the keys and the values are the same
@@ -314,10 +347,11 @@ class Decoder:
         latent = self._config.latent
         assert latent is not None
         queries, kv = torch.split(projected, [projected.shape[1] - latent.kv_dim, latent.kv_dim], 1)
+        query_latents = None
         if weights.q_norm is not None and weights.q_out is not None:
-            normed = self._kernels.rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
-            queries = self._kernels.linear(normed, weights.q_out, None)
-            queries = lora.add(index, "q_out", queries, normed)
+            query_latents = self._kernels.rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
+            queries = self._kernels.linear(query_latents, weights.q_out, None)
+            queries = lora.add(index, "q_out", queries, query_latents)
         heads = queries.reshape(len(queries), -1, latent.q_dim)
         plain, turning = torch.split(heads, [latent.plain_dim, latent.rope_dim], -1)
         token, key = torch.split(kv, [latent.kv_rank, latent.rope_dim], 1)
@@ -326,7 +360,7 @@ class Decoder:
         absorbed = lora.add_of_heads(index, "latent_keys", absorbed, plain)
         normed = self._kernels.rms_norm(token, weights.kv_norm, LATENT_NORM_EPS)
         stored = torch.cat((normed, rotated[:, -1]), 1)[:num_tokens].unsqueeze(1)
-        return torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored
+        return query_latents, (torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored)
 
     def _state(
         self,
@@ -421,7 +455,14 @@ class Decoder:
         return lora.add(index, product, self._project(x, (matrix,)), x)
 
     def _mlp(
-        self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora, *, is_whole: bool = False
+        self,
+        index: int,
+        mlp: Mlp,
+        x: torch.Tensor,
+        lora: StepLora,
+        *,
+        is_whole: bool = False,
+        sparsity: float = 0.0,
     ) -> torch.Tensor:
         """Returns this rank's share of the output; all of it if this rank has the whole MLP."""
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
@@ -435,6 +476,8 @@ class Decoder:
             num_inner = mlp.down.weight.shape[1]
             parts = [inputs_of(self._ranks, part, num_inner) for part in (gate, up)]
             gate, up = torch.cat(parts, 1).chunk(2, dim=-1)
+        if sparsity:
+            gate = sparse_gates(gate, sparsity)
         if self._config.gate_clamp is not None:
             gated = _gate_clamped(self._config.gate_clamp, gate, up)
         elif self._config.layer_factors is not None:
@@ -452,17 +495,20 @@ class Decoder:
         experts: Experts,
         weights: ExpertWeights,
         x: torch.Tensor,
+        hidden: torch.Tensor,
         lora: StepLora,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
         row, plus the output of the shared MLP. Each expert multiplies all rows for which it was
-        chosen at once."""
+        chosen at once. `hidden` is the residual stream, which router and experts with norms of
+        their own read in place of x."""
+        if experts.has_own_norms:
+            return self._experts_with_norms(index, experts, weights, x, hidden, lora)
         share = self._ranks.share
         width = self._config.hidden_size
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(experts, logits, weights.correction)
-        num_out = len(weights.mlps[0].down.weight)
-        out = torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
+        out = self._zeros_for_experts(weights, x)
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
         if shared is not None and weights.shared_gate is not None:
             # The bits of sigmoid depend on the place in a vector, so a row takes a whole one.
@@ -470,6 +516,51 @@ class Decoder:
             shared = shared * torch.sigmoid(gates)[:, :1]
         if shared is not None and not share.splits_experts:
             out += shared
+        self._add_chosen(index, experts, weights, x, chosen, shares, out)
+        if not share.splits_experts:
+            return whole_of(self._ranks, width, out.to(x.dtype))
+        whole = self._ranks.sum(out.to(x.dtype))
+        return whole if shared is None else whole + whole_of(self._ranks, width, shared)
+
+    def _experts_with_norms(
+        self,
+        index: int,
+        experts: Experts,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        lora: StepLora,
+    ) -> torch.Tensor:
+        """Returns the same as `_experts` for experts with norms of their own (Gemma 4)."""
+        assert weights.shared is not None
+        assert weights.scales is not None
+        logits = self._project(self._norm(hidden, weights.router_norm), (weights.router,))
+        chosen, shares = choose(experts, logits, weights.correction)
+        out = self._zeros_for_experts(weights, x)
+        normed = self._norm(hidden, weights.input_norm)
+        scaled = shares * weights.scales[chosen]
+        self._add_chosen(index, experts, weights, normed, chosen, scaled, out)
+        shared = self._mlp(index, weights.shared, x, lora)
+        whole = self._norm(out.to(x.dtype), weights.output_norm)
+        return self._norm(shared, weights.shared_output_norm) + whole
+
+    def _zeros_for_experts(self, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
+        num_out = len(weights.mlps[0].down.weight)
+        return torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
+
+    def _add_chosen(
+        self,
+        index: int,
+        experts: Experts,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Adds the outputs of the chosen experts to `out`, times their weights `shares`. `chosen`
+        and `shares` are [rows, top_k]."""
+        share = self._ranks.share
         first = share.of(experts.num).start if share.splits_experts else 0
         for expert, mlp in enumerate(weights.mlps, first):
             rows, places = torch.where(chosen == expert)
@@ -484,10 +575,6 @@ class Decoder:
             part = self._mlp(index, mlp, inputs, NO_LORA, is_whole=share.splits_experts)
             part = part[: len(rows)].float()
             out.index_add_(0, rows, part if experts.weighs_inputs else part * own)
-        if not share.splits_experts:
-            return whole_of(self._ranks, width, out.to(x.dtype))
-        whole = self._ranks.sum(out.to(x.dtype))
-        return whole if shared is None else whole + whole_of(self._ranks, width, shared)
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple

@@ -16,6 +16,8 @@ from tandem.models.gguf.tensors import GgufBlocks
 # The epsilon in the norms of latents. Like transformers, Tandem does not use the config's
 # rms_norm_eps in these norms.
 LATENT_NORM_EPS = 1e-6
+# The epsilon in the norm of an indexer's keys.
+INDEX_NORM_EPS = 1e-6
 
 Quantized = GgufBlocks | Fp8 | PackedGroups
 
@@ -57,6 +59,15 @@ class ExpertWeights:
     # [experts], float32: added to the router's scores to choose experts. The weights of the chosen
     # experts are computed from the scores without this addition.
     correction: torch.Tensor | None = None
+    # Norms [hidden] of `Experts.has_own_norms`: of the router's input, of the experts' input, and
+    # of the outputs of the experts and of `shared`. None: router, experts and `shared` have one
+    # input, and no norm.
+    router_norm: torch.Tensor | None = None
+    input_norm: torch.Tensor | None = None
+    output_norm: torch.Tensor | None = None
+    shared_output_norm: torch.Tensor | None = None
+    # [experts], float32: factors on the weights of the experts; None: there are none
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,20 @@ class LatentWeights:
     keys: torch.Tensor
     # [heads, value, kv rank]: multiplied by a head's attention output, which is a sum of latents
     values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """The weights of a layer's indexer (tandem/models/config/indexer.py)."""
+
+    queries: torch.Tensor  # [heads * dim, q rank]: multiplied by the latent of the queries
+    keys: torch.Tensor  # [dim, hidden]
+    # The LayerNorm of the keys, [dim] each.
+    key_norm: torch.Tensor
+    key_norm_bias: torch.Tensor
+    # [heads, hidden], float32: computes the weights of the heads. They include the factor
+    # 1 / sqrt(heads * dim).
+    head_weights: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +122,34 @@ class LayerInputWeights:
     gate: Linear  # [size of the embedding, hidden]
     projection: Linear  # [hidden, size of the embedding]
     norm: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpWeights:
+    """The weights with which a layer predicts and corrects the copies of the residual stream
+    (tandem/models/config/gemma3n.py)."""
+
+    router_norm: torch.Tensor  # [hidden]
+    router: Linear  # [copies, hidden]
+    prediction: Linear  # [copies * copies, copies]
+    correction: Linear  # [copies, copies]
+    output_scale: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class LaurelWeights:
+    left: Linear  # [rank, hidden]
+    right: Linear  # [hidden, rank]
+    norm: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWeights:
+    """The matrices [hidden, hidden] that make all copies of the residual stream but the first, and
+    those that merge them."""
+
+    make: tuple[Linear, ...]
+    merge: tuple[Linear, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +187,7 @@ class LayerWeights:
     # [heads]: one extra score in each head's softmax that belongs to no key; None: no sinks
     sinks: torch.Tensor | None = None
     latent: LatentWeights | None = None  # None: the layer has no latent attention
+    indexer: IndexerWeights | None = None  # None: the layer has no indexer
     # [heads * head_dim or heads, hidden]: the sigmoid of its product is a factor on attention's
     # output
     attention_gate: Linear | None = None
@@ -143,6 +197,9 @@ class LayerWeights:
     scalar: torch.Tensor | None = None  # [1], a factor on the layer's output; None: no factor
     # None: tokens have no embeddings for layers.
     layer_inputs: LayerInputWeights | None = None
+    # None: the residual stream has no copies.
+    alt_up: AltUpWeights | None = None
+    laurel: LaurelWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +213,7 @@ class ModelWeights:
     embedding_blocks: Quantized | None = None
     output_blocks: Quantized | None = None
     per_layer: PerLayerWeights | None = None  # None: tokens have no embeddings for layers
+    copies: CopyWeights | None = None  # None: the residual stream has no copies
     # The address ranges at which the checkpoint's files are mapped.
     pages: FilePages = field(default_factory=FilePages)
 

@@ -19,8 +19,12 @@ import torch
 
 from tandem.engine.executor.weights.checkpoint import check_tied, map_files
 from tandem.engine.executor.weights.decoder_weights import (
+    AltUpWeights,
+    CopyWeights,
     ExpertWeights,
+    IndexerWeights,
     LatentWeights,
+    LaurelWeights,
     LayerInputWeights,
     LayerWeights,
     Linear,
@@ -35,6 +39,7 @@ from tandem.engine.executor.weights.released_memory import FilePages
 from tandem.engine.executor.weights.rotary_rows import (
     RotatedRows,
     head_rows,
+    indexer_rows,
     query_rows,
     rotary_rows,
     token_products,
@@ -51,15 +56,18 @@ from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.expert_names import ExpertNames, shared_mlp
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.weight_shapes import (
+    COPY_PROJECTIONS,
     EMBEDDING,
     FINAL_NORM,
     LAYER_EMBEDDING,
     LAYER_NORM,
     LAYER_PROJECTION,
+    MERGE_PROJECTIONS,
     OUTPUT,
     norm_names,
 )
 from tandem.models.config.experts import Experts
+from tandem.models.config.indexer import Indexer
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2
@@ -128,6 +136,7 @@ def load_weights(
             output=output.weight,
             output_blocks=output.blocks,
             per_layer=builder.per_layer(),
+            copies=builder.copies(),
         )
     output = share_of_outputs(output, share)
     own = share.of(config.hidden_size)
@@ -297,10 +306,13 @@ class _Builder:
             mlp=mlp,
             attention_gate=gate,
             latent=latent,
+            indexer=self._indexer(f"{attention}.indexer", spec.indexer) if spec.indexer else None,
             scalar=tensors.tensor(f"{name}.layer_scalar")
             if self._config.has_layer_scalars
             else None,
             layer_inputs=self._layer_inputs(name),
+            alt_up=self._alt_up(f"{name}.altup"),
+            laurel=self._laurel(f"{name}.laurel"),
             **norms,
         )
 
@@ -312,6 +324,36 @@ class _Builder:
             self._tensors.tensor(LAYER_EMBEDDING),
             Linear(self._tensors.tensor(LAYER_PROJECTION), None),
             self.norm(LAYER_NORM),
+        )
+
+    def copies(self) -> CopyWeights | None:
+        """Returns the matrices of the copies of the residual stream; None if there are none."""
+        if self._config.alt_up is None:
+            return None
+        make, merge = (
+            tuple(self._tensors.linear(f"{name}.{at}") for at in range(self._config.alt_up.num - 1))
+            for name in (COPY_PROJECTIONS, MERGE_PROJECTIONS)
+        )
+        return CopyWeights(make, merge)
+
+    def _alt_up(self, name: str) -> AltUpWeights | None:
+        if self._config.alt_up is None:
+            return None
+        return AltUpWeights(
+            router_norm=self.norm(f"{name}.router_norm.weight"),
+            router=self._tensors.linear(f"{name}.modality_router"),
+            prediction=self._tensors.linear(f"{name}.prediction_coefs"),
+            correction=self._tensors.linear(f"{name}.correction_coefs"),
+            output_scale=self._tensors.tensor(f"{name}.correct_output_scale"),
+        )
+
+    def _laurel(self, name: str) -> LaurelWeights | None:
+        if self._config.alt_up is None:
+            return None
+        return LaurelWeights(
+            left=self._tensors.linear(f"{name}.linear_left"),
+            right=self._tensors.linear(f"{name}.linear_right"),
+            norm=self.norm(f"{name}.post_laurel_norm.weight"),
         )
 
     def _layer_inputs(self, name: str) -> LayerInputWeights | None:
@@ -434,6 +476,22 @@ class _Builder:
             kv_norm=tensors.tensor(f"{name}.kv_a_layernorm.weight"),
             keys=keys,
             values=values,
+        )
+
+    def _indexer(self, name: str, indexer: Indexer) -> IndexerWeights:
+        tensors = self._tensors
+        order = indexer_rows(indexer)
+        keys = tensors.tensor(f"{name}.wk.weight")
+        order = order.to(keys.device)
+        queries = tensors.tensor(f"{name}.wq_b.weight")
+        queries = queries.view(indexer.num_heads, indexer.dim, -1)[:, order].flatten(0, 1)
+        head_weights = tensors.floats(f"{name}.weights_proj.weight")
+        return IndexerWeights(
+            queries=queries,
+            keys=keys[order],
+            key_norm=tensors.tensor(f"{name}.k_norm.weight")[order],
+            key_norm_bias=tensors.tensor(f"{name}.k_norm.bias")[order],
+            head_weights=head_weights * (indexer.num_heads * indexer.dim) ** -0.5,
         )
 
     def _mlp(self, name: str) -> Mlp:
