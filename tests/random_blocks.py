@@ -11,6 +11,8 @@ import torch
 from tandem.models.gguf.tensors import BlocksType, GgufBlocks, ZeroedType
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+# Types that only the native kernels multiply.
+NATIVE_TYPES = ("IQ4_NL", "IQ4_XS", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0")
 ZEROED = ("Q4_Z32", "Q4_Z64")  # in no GGUF file
 # offsets of a block's float16 numbers, and their size for weights of about 1
 _SCALES: dict[str, dict[int, float]] = {
@@ -23,6 +25,12 @@ _SCALES: dict[str, dict[int, float]] = {
     "Q5_K": {0: 0.7 / 31 / 9.2, 2: 0.7 * 15.5 / 31 / 9.2},
     "Q6_K": {208: 1 / 74 / 18},
     "MXFP4": {},
+    "IQ4_NL": {0: 1 / 70},
+    "IQ4_XS": {0: 1 / 70 / 18},
+    "Q2_K": {80: 0.7 / 7.5 / 1.1, 82: 0.7 * 1.5 / 7.5 / 1.1},
+    "Q3_K": {108: 1 / 2.3 / 18},
+    "TQ1_0": {52: 1 / 0.8},
+    "TQ2_0": {64: 1 / 1.1},
     "Q4_Z32": {0: 1 / 6.7},
     "Q4_Z64": {0: 1 / 6.7},
 }

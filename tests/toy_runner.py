@@ -88,6 +88,7 @@ class ToyRunner:
     why_no_budgets = "the toy sees all tokens"
     vocab_size = 1 << 31  # vocabulary of prompts; generated tokens are within VOCABULARY
     launches_ahead = False
+    shards_logits = False
 
     def __init__(self, *, block_size: int, max_model_len: int = 1000) -> None:
         self._stream: deque[Callable[[], None]] = deque()  # started and not computed yet

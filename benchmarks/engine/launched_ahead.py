@@ -86,6 +86,7 @@ class DeviceRunner:
     numerics_name = "fast"
     kernels_name = "stand-in"
     num_pools = 1
+    shards_logits = False
     why_no_budgets = ""
     vocab_size = 128_000
     max_model_len = 8192

@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,7 +226,11 @@ def chosen_of(option: str, given: str, known: list[str]) -> list[str]:
 
 
 def measure(
-    chosen: dict[str, list[str]], threads: int, works: list[str], repeats: int
+    chosen: dict[str, list[str]],
+    threads: int,
+    works: list[str],
+    repeats: int,
+    weight_bytes: Callable[[str], int] = weight_bytes,
 ) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.NamedTemporaryFile(prefix="engines-", suffix=".log"))

@@ -22,6 +22,7 @@ VOCABULARY = 49152  # the built-in model's, whose tokenizer the random one has
 _SIZE = 64.0  # of random weights: so much larger than usual that no float16 scale is denormal
 # Bytes of a block where its float16 scales are, and their sizes for weights of about 1.
 _SCALES = {
+    "Q8_0": {0: 1 / 74},
     "Q4_K": {0: 0.7 / 31 / 4.6, 2: 0.7 * 7.5 / 31 / 4.6},
     "Q5_K": {0: 0.7 / 31 / 9.2, 2: 0.7 * 15.5 / 31 / 9.2},
     "Q6_K": {208: 1 / 74 / 18},
@@ -66,13 +67,9 @@ def random_model(name: str) -> str:
 
     def add_matrix(writer: gguf.GGUFWriter, tensor: str, shape: tuple[int, int]) -> None:
         kind = gguf.GGMLQuantizationType[name]
-        block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        rng, (num_out, num_in) = np.random.default_rng(len(writer.tensors[-1])), shape
-        blocks = rng.integers(0, 256, (num_out * num_in // block_inputs, block_bytes), np.uint8)
-        for at, scale in _SCALES[name].items():
-            sizes = _SIZE * scale / num_in**0.5 * rng.uniform(0.7, 1.3, (len(blocks), 1))
-            blocks[:, at : at + 2] = sizes.astype(np.float16).view(np.uint8)
-        writer.add_tensor(f"{tensor}.weight", blocks.reshape(num_out, -1), raw_dtype=kind)
+        rng = np.random.default_rng(len(writer.tensors[-1]))
+        blocks = scaled_blocks(kind, shape, rng, size=_SIZE)
+        writer.add_tensor(f"{tensor}.weight", blocks, raw_dtype=kind)
 
     def add_tensors(_: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
         add_matrix(writer, "token_embd", (VOCABULARY, HIDDEN))
@@ -85,6 +82,23 @@ def random_model(name: str) -> str:
             writer.add_tensor(f"{norm}.weight", np.ones(HIDDEN, np.float32))
 
     return written(f"random-{HIDDEN}.{name}.gguf", _SIZES, add_tensors)
+
+
+def scaled_blocks(
+    kind: gguf.GGMLQuantizationType,
+    shape: tuple[int, int],
+    chance: np.random.Generator,
+    *,
+    size: float,
+) -> np.ndarray:
+    """Returns weights of about size / sqrt(inputs), in blocks of otherwise random bits."""
+    block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    num_out, num_in = shape
+    blocks = chance.integers(0, 256, (num_out * num_in // block_inputs, block_bytes), np.uint8)
+    for at, scale in _SCALES[kind.name].items():
+        sizes = size * scale / num_in**0.5 * chance.uniform(0.7, 1.3, (len(blocks), 1))
+        blocks[:, at : at + 2] = sizes.astype(np.float16).view(np.uint8)
+    return blocks.reshape(num_out, -1)
 
 
 def num_bytes(file: str, of_number: int | None = None) -> int:

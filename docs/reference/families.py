@@ -62,7 +62,9 @@ def _attention(family: Family) -> str:
         "pattern": f"a window, but for the last of each {family.pattern} layers",
     }
     words = ["latent" if family.is_latent else parts[family.windows]]
-    if family.indexer:
+    if family.indexer == "blocks":
+        words.append("in some layers to blocks of tokens that an indexer chooses")
+    elif family.indexer:
         words.append("to tokens that an indexer chooses")
     if family.indexer == "shared":
         words.append("some layers use the choice of an earlier one")
@@ -157,7 +159,7 @@ def _mlp(family: Family) -> str:
         "switched": "dense; with `enable_moe_block` experts, and the dense MLP beside them",
     }
     words = [layers[family.expert_layers] if family.experts else "dense"]
-    if "n_shared_experts" in family.defaults:
+    if family.defaults.keys() & {"n_shared_experts", "shared_intermediate_size"}:
         words[0] += " beside a shared MLP"
     if family.experts == "nemotron":
         words[0] += " beside a shared MLP, without gates; squares of ReLU"
@@ -176,7 +178,9 @@ def _mlp(family: Family) -> str:
         words.append("clamped gates")
     if family.has_alt_up:
         words.append("sparse gates in some layers")
-    if family.fused:
+    if family.fused == "maybe_mlp":
+        words.append("stored as one matrix or not")
+    elif family.fused:
         others = ", and so are q, k, v" if family.fused == "all" else ""
         words.append(f"stored as one matrix{others}")
     if family.defaults.get("hidden_activation") == "gelu_pytorch_tanh":

@@ -75,20 +75,29 @@ class InvariantPagedAttention:
     ) -> torch.Tensor:
         """Returns the attention output for queries [T, heads, D], in the same shape. The K and V of
         the step's tokens must already be in the pool. `sinks` is [heads]. With `choice`, queries
-        attend only to the chosen keys; all KV heads share it.
+        attend only to the chosen keys.
         """
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         scaled = queries * self._scale
         if sinks is not None:
             sinks = sinks.view(-1, self._group_size)
         for number, part in enumerate(self._parts):
-            if choice is not None:
-                part = replace(part, hidden=self._hidden_by(choice[number], part.group))
             group = part.group
             rows = slice(group.first_row, group.first_row + group.num_rows)
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs)
-            attend = self._attend_one_query if group.num_queries == 1 else self._attend_chunk
-            attend(part, scaled[rows], kv, sinks, out[rows])
+            if group.num_queries == 1:
+                if choice is not None:
+                    part = replace(part, hidden=self._hidden_of_tiles(choice[number]))
+                self._attend_one_query(part, scaled[rows], kv, sinks, out[rows])
+                continue
+            of_heads = [part] * self._pool.num_kv_heads
+            if choice is not None:
+                chosen = choice[number].expand(-1, self._pool.num_kv_heads, -1, -1)
+                of_heads = [
+                    replace(part, hidden=self._hidden_of_rows(chosen[0, head]))
+                    for head in range(self._pool.num_kv_heads)
+                ]
+            self._attend_chunk(of_heads, scaled[rows], kv, sinks, out[rows])
         return out
 
     def _attend_one_query(
@@ -122,14 +131,14 @@ class InvariantPagedAttention:
 
     def _attend_chunk(
         self,
-        part: _TiledGroup,
+        of_heads: Sequence[_TiledGroup],
         queries: torch.Tensor,
         kv: torch.Tensor,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Writes the attention output for queries [n, heads, D] of one sequence to `out`. Computes
-        one KV head after the other."""
+        one KV head after the other. `of_heads` has the sequence with the mask of each KV head."""
         num_queries, _, head_dim = queries.shape
         shape = (num_queries, self._pool.num_kv_heads, self._group_size, head_dim)
         by_head = queries.view(shape).transpose(0, 1).reshape(shape[1], 1, -1, head_dim)
@@ -141,6 +150,7 @@ class InvariantPagedAttention:
             if sinks is not None:
                 by_query = sinks[head].repeat(num_queries).view(1, -1, 1)
                 row_sinks = _padded_rows(by_query).view(-1, ROW_TILE)
+            part = of_heads[head]
             result, weights = _attend_tiles(part, tiles, keys, values, self._cap, row_sinks)
             used = result.view(-1, head_dim)[: num_queries * self._group_size]
             if (shares := part.group.shares[0]) is not None:
@@ -148,17 +158,18 @@ class InvariantPagedAttention:
                 shares.add(head_weights.view(num_queries, self._group_size, -1))
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
-    def _hidden_by(self, chosen: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
-        """Returns `_TiledGroup.hidden` for chosen keys, [B, 1, num_queries, padded context]."""
-        by_query = ~chosen.flatten(0, 2)
-        if group.num_queries == 1:
-            num_tiles = self._pool.num_kv_heads * self._tiles_per_query
-            by_row = by_query.repeat_interleave(num_tiles * ROW_TILE, 0)
-        else:
-            by_row = by_query.repeat_interleave(self._group_size, 0)
-            padding = -len(by_row) % ROW_TILE
-            by_row = torch.cat((by_row, by_row[-1:].expand(padding, -1)))
-        return by_row.view(-1, ROW_TILE, by_row.shape[1] // KEY_TILE, KEY_TILE).permute(2, 0, 1, 3)
+    def _hidden_of_tiles(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Returns `_TiledGroup.hidden` for sequences with one query each and chosen keys,
+        [B, 1 or KV heads, 1, padded context]."""
+        by_head = ~chosen.expand(-1, self._pool.num_kv_heads, -1, -1).flatten(0, 2)
+        return _in_tiles(by_head.repeat_interleave(self._tiles_per_query * ROW_TILE, 0))
+
+    def _hidden_of_rows(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Returns `_TiledGroup.hidden` for the queries of one sequence and chosen keys of a KV
+        head, [num_queries, padded context]."""
+        by_row = (~chosen).repeat_interleave(self._group_size, 0)
+        padding = -len(by_row) % ROW_TILE
+        return _in_tiles(torch.cat((by_row, by_row[-1:].expand(padding, -1))))
 
     def _tiled(self, group: AttentionGroup, window: int | None, chunk: int | None) -> _TiledGroup:
         """Creates the mask of a group, and finds the row tiles that attend to each key tile.
@@ -191,6 +202,12 @@ class InvariantPagedAttention:
                 visible.amax(1).cummax(0).values, firsts, right=True
             ).tolist(),
         )
+
+
+def _in_tiles(hidden: torch.Tensor) -> torch.Tensor:
+    """Returns a mask [rows, padded context] as [key tiles, N, 16, 64]."""
+    num_key_tiles = hidden.shape[1] // KEY_TILE
+    return hidden.view(-1, ROW_TILE, num_key_tiles, KEY_TILE).permute(2, 0, 1, 3)
 
 
 def scores_invariant(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

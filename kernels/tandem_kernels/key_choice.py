@@ -1,20 +1,26 @@
 """The choice of keys in sparse attention, with torch.
 
-A query attends to the `top_k` keys with the highest scores. Of keys with equal scores, those at
-lower positions are chosen. The score of key s for query t is an fp32 sum over an indexer's heads:
+Tokens: a query attends to the `top_k` keys with the highest scores. The score of key s for query t
+is an fp32 sum over an indexer's heads:
 
     score(t, s) = sum over h of weights[t, h] * relu(queries[t, h] . keys[s])
+
+Blocks: each head of the indexer chooses for one KV head. The score of a block of keys is the
+highest queries[t, h] . keys[s] of its keys up to position t. A query attends to the keys of the
+`top_k` blocks with the highest scores. The block of the query and those just before it come first.
+
+Of keys or blocks with equal scores, those at lower positions are chosen.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from tandem_kernels.attention_groups import AttentionGroup
 from tandem_kernels.kv_cache import KvPool
 
-# For each group of sequences, the keys to which each query attends: bool [B, 1, num_queries, padded
-# context].
+# For each group of sequences, the keys to which each query attends: bool [B, heads, num_queries,
+# padded context]. There is one head, or one for each KV head.
 Choice = Sequence[torch.Tensor]
 # (queries [B, n, D], keys [B, K, D]) -> products [B, n, K]
 Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -33,7 +39,7 @@ class KeyChoice:
         self._scores = scores
         self._hidden = [_hidden(group, pool) for group in groups]
 
-    def choose(
+    def choose_tokens(
         self, number: int, queries: torch.Tensor, weights: torch.Tensor, top_k: int
     ) -> Choice:
         """Returns the chosen keys for queries [T, heads, D] with weights [T, heads]. `number` is
@@ -44,32 +50,63 @@ class KeyChoice:
             chosen = ~hidden
             if max(group.context_lens) > top_k:
                 rows = slice(group.first_row, group.first_row + group.num_rows)
-                shape = group.num_seqs, group.num_queries, queries.shape[1]
-                of_group = self._scores_of(
-                    self._pool.gather_index(number, group.block_tables).float(),
-                    queries[rows].float().view(*shape, -1),
-                    weights[rows].float().view(shape),
-                )
-                chosen = highest(of_group.masked_fill_(hidden, float("-inf")), top_k)
+                shares = weights[rows].float().view(group.num_seqs, group.num_queries, -1)
+                sums = torch.zeros(hidden.shape, device=hidden.device)
+                for some, products in self._products(number, group, queries[rows]):
+                    products.relu_()
+                    # One head after the other, so that the bits of a sum do not depend on the
+                    # shape.
+                    for head in range(queries.shape[1]):
+                        sums[:, some] += products[:, head] * shares[:, some, head].unsqueeze(-1)
+                chosen = highest(sums.masked_fill_(hidden, float("-inf")), top_k)
             choice.append(chosen.unsqueeze(1))
         return choice
 
-    def _scores_of(
-        self, keys: torch.Tensor, queries: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns the scores [B, n, K] of keys [B, K, D] for queries [B, n, heads, D] with weights
-        [B, n, heads]."""
-        num_seqs, num_queries, num_heads, _ = queries.shape
-        out = queries.new_zeros(num_seqs, num_queries, keys.shape[1])
-        step = max(1, _PRODUCTS_MAX // (num_seqs * num_heads * keys.shape[1]))
-        for first in range(0, num_queries, step):
+    def choose_blocks(
+        self,
+        number: int,
+        queries: torch.Tensor,
+        top_k: int,
+        *,
+        block_size: int,
+        num_local: int,
+    ) -> Choice:
+        """Returns the chosen keys for queries [T, heads, D], in blocks of `block_size` keys. The
+        block of a query, and the ones before it, `num_local` in all, come first. `number` is as in
+        `choose_tokens`."""
+        choice = []
+        for group, hidden in zip(self._groups, self._hidden, strict=True):
+            chosen = ~hidden.unsqueeze(1)
+            if max(group.context_lens) > top_k * block_size:
+                rows = slice(group.first_row, group.first_row + group.num_rows)
+                parts = []
+                for some, products in self._products(number, group, queries[rows]):
+                    unseen = hidden[:, None, some]
+                    products.masked_fill_(unseen, float("-inf"))
+                    blocks = _highest_of_blocks(products, block_size)
+                    own = ((~unseen).sum(-1, keepdim=True) - 1) // block_size
+                    distance = own - torch.arange(blocks.shape[-1], device=blocks.device)
+                    is_local = (distance >= 0) & (distance < num_local)
+                    blocks.masked_fill_(is_local, float("inf"))
+                    keys = highest(blocks, top_k).repeat_interleave(block_size, -1)
+                    parts.append(keys[..., : hidden.shape[-1]] & ~unseen)
+                chosen = torch.cat(parts, 2)
+            choice.append(chosen)
+        return choice
+
+    def _products(
+        self, number: int, group: AttentionGroup, queries: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yields the products of queries [B * n, heads, D] and the indexer's keys, for some queries
+        after the other: which ones, and fp32 [B, heads, queries, K]."""
+        keys = self._pool.gather_index(number, group.block_tables).float()
+        num_heads, dim = queries.shape[1:]
+        queries = queries.float().view(group.num_seqs, group.num_queries, num_heads, dim)
+        step = max(1, _PRODUCTS_MAX // (keys.shape[0] * keys.shape[1] * num_heads))
+        for first in range(0, group.num_queries, step):
             some = slice(first, first + step)
-            products = self._scores(queries[:, some].flatten(1, 2), keys).relu_()
-            by_head = products.view(num_seqs, -1, num_heads, keys.shape[1])
-            # One head after the other, so that the bits of a score do not depend on the shape.
-            for head in range(num_heads):
-                out[:, some] += by_head[:, :, head] * weights[:, some, head].unsqueeze(-1)
-        return out
+            products = self._scores(queries[:, some].flatten(1, 2), keys)
+            yield some, products.view(len(keys), -1, num_heads, keys.shape[1]).transpose(1, 2)
 
 
 def highest(scores: torch.Tensor, num: int) -> torch.Tensor:
@@ -82,6 +119,13 @@ def highest(scores: torch.Tensor, num: int) -> torch.Tensor:
     above, equal = scores > lowest, scores == lowest
     num_equal = num - above.sum(-1, keepdim=True)
     return (above | (equal & (equal.cumsum(-1) <= num_equal))) & (scores > float("-inf"))
+
+
+def _highest_of_blocks(scores: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Returns the highest score of each block of keys. The last block may have fewer keys."""
+    padding = -scores.shape[-1] % block_size
+    padded = torch.nn.functional.pad(scores, (0, padding), value=float("-inf"))
+    return padded.view(*scores.shape[:-1], -1, block_size).amax(-1)
 
 
 def _hidden(group: AttentionGroup, pool: KvPool) -> torch.Tensor:

@@ -16,7 +16,7 @@ float half_at(const uint8_t* from) {
 
 void scale_all(Group& group, float scale, float min = 0.0f) {
     group.scales[0] = group.scales[1] = scale;
-    group.min = min;
+    group.mins[0] = group.mins[1] = min;
 }
 
 // Unpacks the nibbles of 16 bytes; the low nibbles are the first 16 numbers.
@@ -124,7 +124,84 @@ void q6_k(const uint8_t* block, Group* groups) {
                                                         (high[i] >> g % 4 * 2 & 3) << 4);
         for (int half = 0; half < 2; ++half)
             groups[g].scales[half] = scale * static_cast<int8_t>(block[192 + 2 * g + half]);
-        groups[g].min = 0.0f;
+        groups[g].mins[0] = groups[g].mins[1] = 0.0f;
+    }
+}
+
+// Unpacks group `index` of 2-bit numbers. Four groups share 32 bytes.
+void take_pairs_of_bits(const uint8_t* bits, int index, uint8_t* numbers) {
+    for (int i = 0; i < kGroup; ++i)
+        numbers[i] = bits[index / 4 * kGroup + i] >> index % 4 * 2 & 3;
+}
+
+void q2_k(const uint8_t* block, Group* groups) {
+    const float scale = half_at(block + 80), min = half_at(block + 82);
+    for (int g = 0; g < 8; ++g) {
+        take_pairs_of_bits(block + 16, g, groups[g].numbers);
+        for (int half = 0; half < 2; ++half) {
+            const uint8_t packed = block[2 * g + half];
+            groups[g].scales[half] = scale * (packed & 15);
+            groups[g].mins[half] = -(min * (packed >> 4));
+        }
+    }
+}
+
+void q3_k(const uint8_t* block, Group* groups) {
+    const uint8_t* const scales = block + 96;
+    for (int g = 0; g < 8; ++g) {
+        scale_all(groups[g], 0.0f);
+        take_pairs_of_bits(block + 32, g, groups[g].numbers);
+        for (int i = 0; i < kGroup; ++i) groups[g].numbers[i] |= (block[i] >> g & 1) << 2;
+        for (int half = 0; half < 2; ++half) {
+            const int s = 2 * g + half;
+            const int low = s < 8 ? scales[s] & 15 : scales[s - 8] >> 4;
+            const int high = scales[8 + s % 4] >> s / 4 * 2 & 3;
+            groups[g].scales[half] = half_at(block + 108) * ((low | high << 4) - 32);
+        }
+    }
+}
+
+void take_iq(const uint8_t* nibbles, uint8_t* numbers) {
+    take_nibbles(nibbles, numbers);
+    for (int i = 0; i < kGroup; ++i) numbers[i] = kIqNumbers[numbers[i]];
+}
+
+void iq4_nl(const uint8_t* block, Group* groups) {
+    scale_all(*groups, half_at(block));
+    take_iq(block + 2, groups->numbers);
+}
+
+void iq4_xs(const uint8_t* block, Group* groups) {
+    for (int g = 0; g < 8; ++g) {
+        const int low = block[4 + g / 2] >> g % 2 * 4 & 15;
+        const int high = block[2 + g / 4] >> g % 4 * 2 & 3;
+        scale_all(groups[g], half_at(block) * ((low | high << 4) - 32));
+        take_iq(block + 8 + 16 * g, groups[g].numbers);
+    }
+}
+
+// Unpacks ternary numbers, 0 to 2. A byte b has five of them: number n is the integer part of
+// 3 b 3^n / 256, modulo 3.
+void tq1_0(const uint8_t* block, Group* groups) {
+    constexpr int kPowers[] = {1, 3, 9, 27, 81};
+    int at = 0;
+    const auto take = [&](int first, int num_bytes, int num_each) {
+        for (int n = 0; n < num_each; ++n)
+            for (int i = 0; i < num_bytes; ++i, ++at) {
+                const auto rest = static_cast<uint8_t>(block[first + i] * kPowers[n]);
+                groups[at / kGroup].numbers[at % kGroup] = rest * 3 >> 8;
+            }
+    };
+    take(0, 32, 5);
+    take(32, 16, 5);
+    take(48, 4, 4);
+    for (int g = 0; g < 8; ++g) scale_all(groups[g], half_at(block + 52));
+}
+
+void tq2_0(const uint8_t* block, Group* groups) {
+    for (int g = 0; g < 8; ++g) {
+        scale_all(groups[g], half_at(block + 64));
+        take_pairs_of_bits(block, g, groups[g].numbers);
     }
 }
 
@@ -141,6 +218,9 @@ constexpr BlockType kTypes[] = {
     {2, Q4_0, 32, 18, 8, q4_0},     {3, Q4_1, 32, 20, 0, q4_1},     {6, Q5_0, 32, 22, 16, q5_0},
     {7, Q5_1, 32, 24, 0, q5_1},     {8, Q8_0, 32, 34, 128, q8_0},   {12, Q4_1, 256, 144, 0, q4_k},
     {13, Q5_1, 256, 176, 0, q5_k},  {14, Q6, 256, 210, 32, q6_k},   {39, MXFP4, 32, 17, 12, mxfp4},
+    {10, Q2_K, 256, 84, 0, q2_k},   {11, Q3_K, 256, 110, 4, q3_k},
+    {20, IQ4, 32, 18, 128, iq4_nl}, {23, IQ4, 256, 136, 128, iq4_xs},
+    {34, TERNARY, 256, 54, 1, tq1_0}, {35, TERNARY, 256, 66, 1, tq2_0},
     {kZeroedBy32, Q4_Z32, 32, 19, 0, zeroed<1>},
     {kZeroedBy64, Q4_Z64, 64, 35, 0, zeroed<2>},
 };

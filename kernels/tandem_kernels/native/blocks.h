@@ -4,6 +4,8 @@
 // decoded into groups of 32 inputs:
 //
 //     weight = scale * (number - zero) + min      numbers >= 0; zero or min is 0
+//
+// Numbers of IQ4_NL and IQ4_XS are values of a table, plus 128.
 
 #pragma once
 
@@ -17,8 +19,8 @@ constexpr int kGroup = 32;
 
 struct Group {
     uint8_t numbers[kGroup];
-    float scales[2];  // scales of the two halves of the group, which differ for Q6_K only
-    float min;
+    // Of the two halves of the group. They differ for Q2_K, Q3_K and Q6_K only.
+    float scales[2], mins[2];
     int zero;
 };
 

@@ -42,8 +42,8 @@ enum Kind : int32_t {
     F8 = 6,
     I8_F32 = 7,    // KV of latent attention only: int8 latents, and rotated keys in fp32 or bf16
     I8_BF16 = 15,
-    // For weights only, in groups with scales (quantized.h). Q4_1 and Q5_1 also have minimums, and
-    // Q4_Z32 and Q4_Z64 zero points.
+    // For weights only, in groups with scales (quantized.h). Q4_1, Q5_1 and Q2_K also have minimums,
+    // and Q4_Z32 and Q4_Z64 zero points.
     Q8_0 = 8,
     Q4_0 = 9,
     Q4_1 = 10,
@@ -53,6 +53,10 @@ enum Kind : int32_t {
     MXFP4 = 14,
     Q4_Z32 = 19,
     Q4_Z64 = 20,
+    IQ4 = 21,
+    Q2_K = 22,
+    Q3_K = 23,
+    TERNARY = 24,
     // For weights only, in fp8 (fp8.h).
     F8_F32 = 16,
     F8_BF16 = 17,
@@ -97,7 +101,8 @@ struct Matrix {
     int32_t kind;
     int32_t scale_inputs;  // fp8: inputs that share a scale, a multiple of kStepInputs
     Gating gating;  // activation, for gates and ups
-    // The further outputs of a quantized matrix, if they have another kind or order; else null.
+    // The further outputs of a quantized matrix, if they have another kind or order; else null. They
+    // may be fp32.
     const Matrix* rest;
     // [in], quantized weights: order[i] is the input whose weights are at position i.
     // null: the inputs are in their own order.

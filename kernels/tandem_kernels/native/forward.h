@@ -297,7 +297,11 @@ namespace tandem::TANDEM_ISA {
 
 // Returns the size of a row in `projected`.
 inline size_t projected_width(const Model& model, const Layer& layer) {
-    if (layer.latent != nullptr || layer.state != nullptr || layer.num_gates > 0) return layer.qkv.out;
+    if (layer.latent != nullptr || layer.state != nullptr || layer.num_gates > 0) {
+        size_t width = 0;
+        for (const Matrix* part = &layer.qkv; part != nullptr; part = part->rest) width += part->out;
+        return width;
+    }
     const int num_kv_heads = layer.shares_kv ? 0 : layer.num_kv_heads;
     return static_cast<size_t>(model.num_heads + num_kv_heads) * layer.head_dim +
            static_cast<size_t>(num_kv_heads) * layer.value_dim;

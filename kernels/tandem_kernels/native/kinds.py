@@ -31,6 +31,10 @@ class Kind(IntEnum):
     MXFP4 = 14  # E2M1 numbers with power-of-2 scales
     Q4_Z32 = 19  # 4-bit numbers; 32 inputs share a zero point (in Q4_Z64: 64)
     Q4_Z64 = 20
+    IQ4 = 21  # 4-bit codes of a table (IQ4_NL and IQ4_XS)
+    Q2_K = 22
+    Q3_K = 23
+    TERNARY = 24  # -1, 0 and 1 (TQ1_0 and TQ2_0)
     F8_F32 = 16  # e4m3 weights with scales; a product first converts them to fp32
     # Weights are e4m3 with scales. A product rounds them to bf16 and then multiplies in fp32.
     F8_BF16 = 17

@@ -308,16 +308,52 @@ inline Range share_of(const Matrix& matrix, const Team& team) {
             static_cast<int>(num * (team.thread + 1) / team.threads)};
 }
 
+// Computes MR rows of a product with fp32 weights, whose inputs are in the format `rows`.
+template <int MR>
+inline void plain_rows(const Matrix& matrix, const Inputs& inputs, int panel, int first_row,
+                       const Output& out) {
+    const float* const x = inputs.buffer + static_cast<size_t>(first_row) * inputs.in;
+    Floats sums[kVectors][MR] = {};
+    for (int block = 0; block < num_input_blocks(matrix.in); ++block) {
+        const int first = first_input(matrix.in, block), end = first_input(matrix.in, block + 1);
+        const float* weights = static_cast<const float*>(matrix.panels) +
+                               static_cast<size_t>(first) * matrix.num_panels * kPanel +
+                               static_cast<size_t>(panel - matrix.first_panel) * (end - first) * kPanel;
+        for (int k = first; k < end; ++k, weights += kPanel)
+            for (int v = 0; v < kVectors; ++v)
+                for (int m = 0; m < MR; ++m)
+                    sums[v][m] += load(weights + v * kLanes) * x[m * inputs.in + k];
+    }
+    put<MR, kVectors>(matrix, panel * kPanel, true, out, first_row, sums);
+}
+
+// Computes a product with a few fp32 weights that follows products with quantized weights
+// (Matrix::rest).
+inline void linear_of_plain_rows(const Matrix& matrix, const Inputs& inputs, const Output& out,
+                                 const Team& team) {
+    const auto [first, end] = share_of(matrix, team);
+    for (int panel = first; panel < end; ++panel) {
+        int row = 0;
+        for (; row + 4 <= inputs.num_rows; row += 4)
+            plain_rows<4>(matrix, inputs, panel, row, out);
+        for (; row < inputs.num_rows; ++row) plain_rows<1>(matrix, inputs, panel, row, out);
+    }
+}
+
 // Computes this thread's panels of a product with quantized weights. The threads first quantize the
 // inputs together, and wait for each other.
 inline void linear_by_rounding(const Matrix& matrix, const Inputs& inputs, Output out,
                                const Team& team) {
     for (const Matrix* part = &matrix; part != nullptr; part = part->rest) {
-        if (part != &matrix) team.wait();
-        round_inputs(*part, inputs, team);
-        team.wait();
-        const auto [first, end] = share_of(*part, team);
-        linear_of_quantized(*part, inputs, first, end, out);
+        if (is_quantized(part->kind)) {
+            if (part != &matrix) team.wait();
+            round_inputs(*part, inputs, team);
+            team.wait();
+            const auto [first, end] = share_of(*part, team);
+            linear_of_quantized(*part, inputs, first, end, out);
+        } else {
+            linear_of_plain_rows(*part, inputs, out, team);
+        }
         out.rows += part->out;
     }
 }

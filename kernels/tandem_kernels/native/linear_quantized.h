@@ -177,18 +177,19 @@ inline void round_inputs(const Matrix& matrix, const Inputs& inputs, const Team&
     });
 }
 
-// Converts MXFP4 codes to numbers.
-inline __attribute__((always_inline)) Ints numbers_of_codes(Ints codes) {
+// Converts codes to numbers of a table.
+inline __attribute__((always_inline)) Ints numbers_of_codes(Ints codes,
+                                                            const uint8_t (&table)[16]) {
 #if TANDEM_LANES == 16
-    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxNumbers));
+    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return (Ints)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), (__m512i)codes);
 #elif TANDEM_LANES == 8
-    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxNumbers));
+    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return (Ints)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), (__m256i)codes);
 #else
     uint8_t bytes[sizeof(Ints)];
     std::memcpy(bytes, &codes, sizeof bytes);
-    for (uint8_t& byte : bytes) byte = kMxNumbers[byte];
+    for (uint8_t& byte : bytes) byte = table[byte];
     std::memcpy(&codes, bytes, sizeof bytes);
     return codes;
 #endif
@@ -197,7 +198,7 @@ inline __attribute__((always_inline)) Ints numbers_of_codes(Ints codes) {
 // Loads the scales of some outputs.
 template <class F>
 inline __attribute__((always_inline)) Floats scales_of(const char* from, int v) {
-    if constexpr (F::kHasCodes) return load(reinterpret_cast<const Bf16*>(from) + v * kLanes);
+    if constexpr (F::kHasPowers) return load(reinterpret_cast<const Bf16*>(from) + v * kLanes);
     return of_signed_halves(reinterpret_cast<const uint16_t*>(from) + v * kLanes);
 }
 
@@ -211,16 +212,19 @@ inline __attribute__((always_inline)) Ints numbers_of(const char* unit, int grou
     };
     const char* low = unit + group * F::kLowBytes;
     if constexpr (F::kBits == 8) return load_ints(low + at * kVectorBytes);
-    Ints numbers = load_ints(low + at % 4 * kVectorBytes);
-    if (at >= 4) numbers = (Ints)((Words)numbers >> 4);
-    numbers &= 0x0f0f0f0f;
-    if constexpr (F::kHasCodes) return numbers_of_codes(numbers);
+    constexpr int kLow = F::kLowBits;
+    Ints numbers = load_ints(low + at % kLow * kVectorBytes);
+    if (at >= kLow) numbers = (Ints)((Words)numbers >> at / kLow * kLow);
+    numbers &= 0x01010101 * ((1 << kLow) - 1);
+    if constexpr (F::kHasPowers) return numbers_of_codes(numbers, kMxNumbers);
+    if constexpr (F::kHasCodes) return numbers_of_codes(numbers, kIqNumbers);
     const char* high = unit + F::kHigh + group * F::kHighBytes;
-    if constexpr (F::kBits == 5) {
+    if constexpr (F::kHighBits == 1) {
         const Words bits = (Words)load_ints(high);
-        numbers |= (Ints)(at < 4 ? bits << (4 - at) : bits >> (at - 4)) & 0x10101010;
+        numbers |= (Ints)(at < kLow ? bits << (kLow - at) : bits >> (at - kLow)) &
+                   (0x01010101 << kLow);
     }
-    if constexpr (F::kBits == 6) {
+    if constexpr (F::kHighBits == 2) {
         const Words bits = (Words)load_ints(high + at / 4 * kVectorBytes);
         const int shift = 4 - at % 4 * 2;
         numbers |= (Ints)(shift > 0 ? bits << shift : bits >> -shift) & 0x30303030;
@@ -245,7 +249,7 @@ inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const ch
     // products fit only if the zero point 128 is subtracted before (128 * 127 * 2 = 32,512). The
     // instruction needs unsigned weights, so the sign of a weight is moved to the input. `offsets`
     // corrects for the subtraction.
-    constexpr int kAtOnce = F::kBits == 8 ? 1 : F::kBits == 6 ? 2 : 4;
+    constexpr int kAtOnce = F::kIsWide ? 1 : F::kBits == 6 ? 2 : 4;
     __m256i words[NV][MR];
 #endif
 #pragma GCC unroll 4
@@ -254,7 +258,7 @@ inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const ch
         for (int m = 0; m < MR; ++m) {
             sums[n][m] = Ints{};
 #if TANDEM_LANES == 8
-            if constexpr (F::kBits == 8) sums[n][m] += x[m].offsets[half];
+            if constexpr (F::kIsWide) sums[n][m] += x[m].offsets[half];
 #endif
         }
 #pragma GCC unroll 4
@@ -265,14 +269,14 @@ inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const ch
             const Ints weights = numbers_of<F>(unit, half / 2, half % 2 * 4 + i, v + n);
 #if TANDEM_LANES == 8
             __m256i sizes = (__m256i)weights, signs = sizes;
-            if constexpr (F::kBits == 8) {
+            if constexpr (F::kIsWide) {
                 signs = _mm256_xor_si256(sizes, _mm256_set1_epi8(-128));
                 sizes = _mm256_abs_epi8(signs);
             }
 #pragma GCC unroll 16
             for (int m = 0; m < MR; ++m) {
                 __m256i four = _mm256_set1_epi32(load_int(x[m].numbers + at));
-                if constexpr (F::kBits == 8) four = _mm256_sign_epi8(four, signs);
+                if constexpr (F::kIsWide) four = _mm256_sign_epi8(four, signs);
                 const __m256i two = _mm256_maddubs_epi16(sizes, four);
                 words[n][m] = i % kAtOnce ? _mm256_add_epi16(words[n][m], two) : two;
                 if (i % kAtOnce == kAtOnce - 1)
@@ -371,7 +375,7 @@ inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, co
         // read in order, and for 8-bit weights, so that a broadcast input is used twice. In other
         // cases registers would not suffice.
         constexpr int kAtOnce =
-            TANDEM_LANES == 8 && (MR == 1 || F::kBits == 8) ? kVectors : 1;
+            TANDEM_LANES == 8 && (MR == 1 || F::kIsWide) ? kVectors : 1;
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v += kAtOnce) {
             multiply_unit<F, MR, kAtOnce>(x, unit, v, sums);

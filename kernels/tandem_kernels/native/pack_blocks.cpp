@@ -40,16 +40,22 @@ void put_power(uint8_t* to, float x) {
     std::memcpy(to, &upper, sizeof upper);
 }
 
-// For each decoded MXFP4 number, its code. Two codes mean 0; the lower one is used.
+// For each number in a table of numbers, its code. Two codes of MXFP4 mean 0; the lower one is used.
 struct Codes {
-    uint8_t of[25] = {};
+    uint8_t of[256] = {};
 
-    constexpr Codes() {
-        for (int code = 15; code >= 0; --code) of[kMxNumbers[code]] = static_cast<uint8_t>(code);
+    constexpr explicit Codes(const uint8_t (&numbers)[16]) {
+        for (int code = 15; code >= 0; --code) of[numbers[code]] = static_cast<uint8_t>(code);
     }
 };
 
-constexpr Codes kCodes;
+constexpr Codes kCodesOfMx(kMxNumbers), kCodesOfIq(kIqNumbers);
+
+template <class F>
+uint8_t stored_number(uint8_t number) {
+    if (!F::kHasCodes) return number;
+    return (F::kHasPowers ? kCodesOfMx : kCodesOfIq).of[number];
+}
 
 // Writes the weights of one output for a group of 32 inputs to the packed panel. The output's bits
 // in the panel must be zeros before.
@@ -59,24 +65,22 @@ void put_group(const Group& group, int index, int lane, uint8_t* unit) {
         const int vector = i / 4, byte = 4 * lane + i % 4;
         uint8_t* low = unit + index * F::kLowBytes + byte;
         uint8_t* high = unit + F::kHigh + index * F::kHighBytes + byte;
-        const int number = F::kHasCodes ? kCodes.of[group.numbers[i]] : group.numbers[i];
-        if (F::kBits == 8) {
-            low[vector * kVectorBytes] = static_cast<uint8_t>(number);
-            continue;
-        }
-        low[vector % 4 * kVectorBytes] |= static_cast<uint8_t>((number & 15) << vector / 4 * 4);
-        if (F::kBits == 5) *high |= static_cast<uint8_t>(number >> 4 << vector);
-        if (F::kBits == 6)
-            high[vector / 4 * kVectorBytes] |= static_cast<uint8_t>(number >> 4 << vector % 4 * 2);
+        constexpr int kLow = F::kLowBits;
+        const int number = stored_number<F>(group.numbers[i]), above = number >> kLow;
+        low[vector % kLow * kVectorBytes] |=
+            static_cast<uint8_t>((number & ((1 << kLow) - 1)) << vector / kLow * kLow);
+        if (F::kHighBits == 1) *high |= static_cast<uint8_t>(above << vector);
+        if (F::kHighBits == 2)
+            high[vector / 4 * kVectorBytes] |= static_cast<uint8_t>(above << vector % 4 * 2);
     }
     constexpr int kScales = F::kNumScales > 2 ? 2 : 1;  // scales in a group
     const int first = index * F::kNumScales / 2;
-    for (int half = 0; half < kScales; ++half)
-        (F::kHasCodes ? put_power : put_half)(
-            unit + F::kScales + (first + half) * kScaleBytes + 2 * lane, group.scales[half]);
-    uint8_t* const more = unit + F::kMins + first * kScaleBytes + 2 * lane;
-    if (F::kHasMins) put_half(more, group.min);
-    if (F::kHasZeros) put_half(more, static_cast<float>(group.zero));
+    for (int half = 0; half < kScales; ++half) {
+        uint8_t* const to = unit + (first + half) * kScaleBytes + 2 * lane;
+        (F::kHasPowers ? put_power : put_half)(to + F::kScales, group.scales[half]);
+        if (F::kHasMins) put_half(to + F::kMins, group.mins[half]);
+        if (F::kHasZeros) put_half(to + F::kMins, static_cast<float>(group.zero));
+    }
 }
 
 }  // namespace
@@ -113,8 +117,9 @@ __attribute__((optimize("fp-contract=off"))) bool widen_blocks(const void* block
         from.decode(row, groups.data());
         for (const Group& group : groups)
             for (int i = 0; i < kGroup; ++i) {
-                const float scale = group.scales[i / (kGroup / 2)];
-                *to++ = scale * static_cast<float>(group.numbers[i] - group.zero) + group.min;
+                const int half = i / (kGroup / 2);
+                *to++ = group.scales[half] * static_cast<float>(group.numbers[i] - group.zero) +
+                        group.mins[half];
             }
     }
     return true;

@@ -8,11 +8,13 @@ output.
 
     tensor    shape                 content
     absorbed  [ROWS, BLOCK_RANK]    W_k^T q of (query, head) pairs
-    rotated   [ROWS, BLOCK_ROPE]    the rotated elements of the same queries
+    rotated   [ROWS, BLOCK_ROPE]    the rotated elements of the same queries, which a program
+                                    rotates when it loads them
     latents   [KEYS, BLOCK_RANK]    the latents of KEYS tokens
     turned    [BLOCK_ROPE, KEYS]    the rotated keys of these tokens
 
-BLOCK_RANK and BLOCK_ROPE are RANK and ROPE, padded to a power of 2.
+BLOCK_RANK and BLOCK_ROPE are RANK and ROPE, padded to a power of 2. RoPE (arXiv:2104.09864) rotates
+element i with element i + rope / 2, as in rope.py.
 """
 
 from typing import NamedTuple, Self
@@ -27,57 +29,71 @@ from tandem_kernels.triton.kv_rows import read
 
 class LatentQueries(NamedTuple):
     """Queries in two parts. The score of a query and a token is
-    absorbed . latent + rotated . (rotated key)."""
+    absorbed . latent + rotate(turning) . (rotated key)."""
 
     absorbed: torch.Tensor  # [T, heads, rank]; tokens and heads may be strided
-    rotated: torch.Tensor  # [T, heads, rope], contiguous
+    turning: torch.Tensor  # [T, heads, rope], before the rotation; tokens and heads may be strided
+    cosines: torch.Tensor  # of rope.rotary_angles, contiguous, [T, 1, rope / 2] fp32
+    sines: torch.Tensor
 
     def rows(self, first: int, end: int) -> Self:
         """Returns the queries of the tokens from `first` to before `end`."""
-        return self._replace(absorbed=self.absorbed[first:end], rotated=self.rotated[first:end])
+        return type(self)(*(part[first:end] for part in self))
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of tokens and heads of `absorbed` and of `turning`."""
+        return (*self.absorbed.stride()[:2], *self.turning.stride()[:2])
 
 
 def check_latents(queries: LatentQueries, layer_kv: torch.Tensor) -> None:
     """Asserts that queries and KV have the layout that the kernels expect."""
-    absorbed, rotated = queries
-    assert absorbed.shape[:2] == rotated.shape[:2]
-    assert absorbed.stride(2) == 1
-    assert rotated.is_contiguous()
-    width = absorbed.shape[2] + rotated.shape[2]
+    absorbed, turning, cosines, sines = queries
+    assert absorbed.shape[:2] == turning.shape[:2]
+    assert absorbed.stride(2) == turning.stride(2) == 1
+    assert cosines.is_contiguous()
+    assert sines.is_contiguous()
+    assert cosines.shape == sines.shape == (len(turning), 1, turning.shape[2] // 2)
+    width = absorbed.shape[2] + turning.shape[2]
     assert (*layer_kv.shape[1:3], layer_kv.shape[4]) == (1, 1, width)
     assert layer_kv.stride()[3:] == (width, 1)
 
 
 @triton.jit
 def load_queries(
-    absorbed,
-    rotated,
+    queries,
+    strides,
     tokens,
     heads,
     is_row,
-    stride_token,
-    stride_head,
-    NUM_HEADS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ):
-    """Loads both parts of the queries for rows given by `tokens` and `heads`."""
+    """Loads both parts of the queries for rows given by `tokens` and `heads`, and rotates the
+    second. `queries` are the tensors of LatentQueries, and `strides` its strides."""
+    absorbed, turning, cosines, sines = queries
+    stride_token, stride_head, stride_turning, stride_turning_head = strides
+    HALF: tl.constexpr = ROPE // 2
+    heads = heads.to(tl.int64)
     ranks = tl.arange(0, BLOCK_RANK)
-    turns = tl.arange(0, BLOCK_ROPE)
-    at = tokens * stride_token + heads.to(tl.int64) * stride_head
+    at = tokens * stride_token + heads * stride_head
     q_latent = tl.load(
         absorbed + at[:, None] + ranks[None, :],
         mask=is_row[:, None] & (ranks < RANK)[None, :],
         other=0.0,
     )
-    q_turned = tl.load(
-        rotated + ((tokens * NUM_HEADS + heads) * ROPE)[:, None] + turns[None, :],
-        mask=is_row[:, None] & (turns < ROPE)[None, :],
-        other=0.0,
-    )
-    return q_latent, q_turned
+    turns = tl.arange(0, BLOCK_ROPE)
+    is_turn = is_row[:, None] & (turns < ROPE)[None, :]
+    angles = (tokens * HALF)[:, None] + (turns % HALF)[None, :]
+    cos = tl.load(cosines + angles, mask=is_turn, other=0.0)
+    sin = tl.load(sines + angles, mask=is_turn, other=0.0)
+    row = turning + (tokens * stride_turning + heads * stride_turning_head)[:, None]
+    own = tl.load(row + turns[None, :], mask=is_turn, other=0.0).to(tl.float32)
+    other = tl.load(row + ((turns + HALF) % ROPE)[None, :], mask=is_turn, other=0.0).to(tl.float32)
+    other = tl.where((turns < HALF)[None, :], -other, other)
+    return q_latent, (own * cos + other * sin).to(turning.dtype.element_ty)
 
 
 @triton.jit

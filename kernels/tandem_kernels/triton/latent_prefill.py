@@ -41,9 +41,9 @@ def latent_prefill_attention(
     block_tables, context_lens, query_starts    as for prefill_attention
     scale         factor on scores
     """
-    absorbed, rotated = queries
+    absorbed, turning = queries.absorbed, queries.turning
     num_tokens, num_heads, rank = absorbed.shape
-    num_seqs, rope = context_lens.shape[0], rotated.shape[2]
+    num_seqs, rope = context_lens.shape[0], turning.shape[2]
     check_latents(queries, layer_kv)
     out = absorbed.new_empty(num_tokens, num_heads, rank)
 
@@ -51,16 +51,14 @@ def latent_prefill_attention(
         return (num_tokens * num_heads // config["ROWS"] + num_seqs,)
 
     _attend_latent_chunks[grid](
-        absorbed,
-        rotated,
+        *queries,
         layer_kv,
         block_tables,
         context_lens,
         query_starts,
         out,
         num_seqs,
-        absorbed.stride(0),
-        absorbed.stride(1),
+        *queries.strides,
         layer_kv.stride(0),
         block_tables.stride(0),
         scale * LOG2_E.value,
@@ -104,7 +102,9 @@ def _fits(config: triton.Config, arguments: Mapping[str, Any], arch: int) -> boo
 )
 def _attend_latent_chunks(
     absorbed,
-    rotated,
+    turning,
+    cosines,
+    sines,
     kv,
     block_tables,
     context_lens,
@@ -113,6 +113,8 @@ def _attend_latent_chunks(
     num_seqs,
     stride_token,
     stride_head,
+    stride_turning,
+    stride_turning_head,
     stride_block,
     stride_table,
     scale,
@@ -139,14 +141,11 @@ def _attend_latent_chunks(
     is_row = row_queries < num_queries
     tokens = (start + row_queries).to(tl.int64)
     q_latent, q_turned = load_queries(
-        absorbed,
-        rotated,
+        (absorbed, turning, cosines, sines),
+        (stride_token, stride_head, stride_turning, stride_turning_head),
         tokens,
         heads,
         is_row,
-        stride_token,
-        stride_head,
-        NUM_HEADS,
         RANK,
         BLOCK_RANK,
         ROPE,

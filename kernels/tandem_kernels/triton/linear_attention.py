@@ -24,7 +24,7 @@ from tandem_kernels.triton.attention_loop import product
 from tandem_kernels.triton.state_spans import UNALIGNED, DeviceSpans
 from tandem_kernels.triton.tuning import next_power_of_2
 
-NUM_WARPS = 8  # of the chunked form
+NUM_WARPS = 8  # With 4, the recurrent form spills registers on sm_100 and sm_120.
 _COLUMNS = 32
 _UNUSED_LIMITS = (0.0, 0.0)
 
@@ -41,8 +41,7 @@ def gated_delta_rule(
     spans: DeviceSpans,
 ) -> torch.Tensor:
     """Returns the same as tandem_kernels.linear_attention.gated_delta_rule, with the gates of
-    delta_gates(a, b, a_log, dt_bias). Rows without a span are undefined. Tokens and heads may be
-    strided."""
+    delta_gates(a, b, a_log, dt_bias). Tokens and heads may be strided."""
     arguments = _arguments(q, k, v, a, b, a_log, dt_bias, None, _UNUSED_LIMITS, states, spans)
     return _scanned_chunks(v, spans, arguments)
 
@@ -75,8 +74,8 @@ def mamba2(
     states: torch.Tensor,
     spans: DeviceSpans,
 ) -> torch.Tensor:
-    """Returns the same as tandem_kernels.linear_attention.mamba2. Rows without a span are
-    undefined. Tokens and heads may be strided."""
+    """Returns the same as tandem_kernels.linear_attention.mamba2. Tokens and heads may be
+    strided."""
     arguments = _arguments(c, b, x, dt, None, a_log, dt_bias, d, dt_limits, states, spans)
     return _scanned_chunks(x, spans, arguments)
 
@@ -154,15 +153,16 @@ def _arguments(
 
 
 def _scanned_rows(v: torch.Tensor, spans: DeviceSpans, arguments: dict[str, Any]) -> torch.Tensor:
-    out = v.new_empty(v.shape)
+    out = v.new_zeros(v.shape)
     if spans.max_rows:
         num_parts = triton.cdiv(v.shape[2], arguments["COLUMNS"])
-        _scan_rows[(len(spans), v.shape[1], num_parts)](out=out, **arguments)
+        grid = len(spans), v.shape[1], num_parts
+        _scan_rows[grid](out=out, num_warps=NUM_WARPS, **arguments)
     return out
 
 
 def _scanned_chunks(v: torch.Tensor, spans: DeviceSpans, arguments: dict[str, Any]) -> torch.Tensor:
-    out = v.new_empty(v.shape)
+    out = v.new_zeros(v.shape)
     if spans.max_rows == 0:
         return out
     num_rows, num_heads, value_dim = v.shape

@@ -112,7 +112,7 @@ def _add_rms_norm(
         added = tl.load(delta + row * stride_delta + columns, mask=is_column, other=0.0)
         added = added.to(tl.float32)
         if HAS_DELTA_NORM:
-            added = _normalized(added, delta_weight, eps, columns, is_column, HIDDEN, dtype)
+            added = normalized(added, delta_weight, eps, columns, is_column, HIDDEN, dtype)
             added = added.to(dtype).to(tl.float32)
         if DELTA_MULTIPLIER != 1.0:
             added = (added * DELTA_MULTIPLIER).to(dtype).to(tl.float32)
@@ -120,12 +120,12 @@ def _add_rms_norm(
         tl.store(x + row * stride_x + columns, total, mask=is_column)
         values = total.to(tl.float32)
     if HAS_NORM:
-        normed = _normalized(values, weight, eps, columns, is_column, HIDDEN, dtype)
+        normed = normalized(values, weight, eps, columns, is_column, HIDDEN, dtype)
         tl.store(out + row * stride_out + columns, normed.to(dtype), mask=is_column)
 
 
 @triton.jit
-def _normalized(values, weight, eps, columns, is_column, HIDDEN: tl.constexpr, dtype: tl.constexpr):
+def normalized(values, weight, eps, columns, is_column, HIDDEN: tl.constexpr, dtype: tl.constexpr):
     """Returns an fp32 row after RMSNorm, in fp32."""
     factor = tl.rsqrt(tl.sum(values * values, 0) / HIDDEN + eps)
     weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)

@@ -19,7 +19,7 @@ flight become free when its step has ended, because pulls and loads do not wait 
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -38,6 +38,7 @@ from tandem.engine.new_sequences import NewSequences
 from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.scheduler.running_slots import STEP_SHARE
 from tandem.engine.scheduler.schedule import Chunk, Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
@@ -477,7 +478,7 @@ class Engine:
         sampler = StepSampler(schedule.chunks)
         wait_until = time.perf_counter() + MASK_WAIT_S
         self._grammars.start(sampler.grammars)
-        logits = self._runner.forward(schedule.batch, on_kv_written if is_awaited else None)
+        logits = self._runner.forward(self._batch(schedule), on_kv_written if is_awaited else None)
         self._grammars.wait(wait_until)
         sampled = self._sample(sampler, logits)
         if not is_awaited:
@@ -513,7 +514,7 @@ class Engine:
             schedule = self._scheduler.schedule_ahead(places, self.max_model_len)
         next_logits = None
         if schedule is not None:
-            next_logits = self._runner.forward(schedule.batch, None)
+            next_logits = self._runner.forward(self._batch(schedule), None)
         sampled = sampler.finish(self._runner, logits)
         # Blocks that are freed from here on may be filled with a peer's KV, so the device must have
         # finished this step. If no token was sampled, nothing has waited for the device yet.
@@ -525,6 +526,11 @@ class Engine:
             self._kv.defer_frees()
             self._ahead = LaunchedStep(schedule, next_logits, time.perf_counter())
         return sampled
+
+    def _batch(self, schedule: Schedule) -> StepBatch:
+        if self._runner.shards_logits:
+            return replace(schedule.batch, top_k=schedule.top_k)
+        return schedule.batch
 
     def _count_chunks(self, chunks: Iterable[Chunk], on_final: OnFinal | None) -> None:
         """Counts the tokens of chunks as computed, except tokens that `_take` counts."""

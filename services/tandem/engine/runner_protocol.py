@@ -35,6 +35,9 @@ class Runner(AdapterRunner, Protocol):
     # True: `forward` may be called with a batch that is launched ahead (StepBatch.is_ahead). It
     # pays if the host and the device work at the same time.
     launches_ahead: bool
+    # True: several ranks compute a share of each row of logits, and exchange no more of them than
+    # StepBatch.top_k says.
+    shards_logits: bool
     # Number of ranks with a KV pool each, which has the heads of the rank; 1 if one pool has all
     # heads.
     num_pools: int

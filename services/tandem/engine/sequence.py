@@ -278,8 +278,7 @@ class Sequence:
         """Largest number of tokens that the next chunk may have. A chunk ends where loaded blocks
         begin, at each point at which a KV budget evicts blocks, and where states are frozen."""
         if self.checkpoints is not None:
-            end = self.checkpoints.next_after(self.num_computed_tokens, self.num_prefill_tokens)
-            return min(self.num_missing_tokens, end - self.num_computed_tokens)
+            return min(self.num_missing_tokens, self.next_checkpoint - self.num_computed_tokens)
         if hitters := self.tables.hitters:
             return min(
                 self.num_missing_tokens, hitters.num_until_eviction(self.num_computed_tokens)
@@ -287,6 +286,22 @@ class Sequence:
         if loaded := self.loading.loaded:
             return loaded.start * self.block_size - self.num_computed_tokens
         return self.num_missing_tokens
+
+    @property
+    def next_checkpoint(self) -> int:
+        """Number of tokens after which states are frozen next. Only if the model has states."""
+        assert self.checkpoints is not None
+        num_computed = self.num_computed_tokens
+        end = self.checkpoints.next_after(num_computed, self.num_prefill_tokens)
+        return min(end, self._branch) if self._branch > num_computed else end
+
+    @property
+    def _branch(self) -> int:
+        """The last position up to which KV was cached at admission. If it has no state yet, other
+        prompts have the same beginning, so a state is worth its memory. 0: no KV was cached."""
+        assert self.checkpoints is not None
+        num_known = min(self.num_known_blocks, self.last_depth) * self.block_size
+        return self.checkpoints.last_until(num_known)
 
     @property
     def num_final_blocks(self) -> int:
@@ -588,9 +603,11 @@ class Sequence:
     @property
     def is_at_checkpoint(self) -> bool:
         """True if the states are to be frozen now, after `num_computed_tokens` tokens."""
-        return self.checkpoints is not None and self.checkpoints.includes(
-            self.num_computed_tokens, self.num_prefill_tokens
-        )
+        if self.checkpoints is None:
+            return False
+        num_computed = self.num_computed_tokens
+        is_branch = num_computed > 0 and num_computed == self._branch
+        return is_branch or self.checkpoints.includes(num_computed, self.num_prefill_tokens)
 
     def freeze_states(self, kv: KvCache) -> list[BlockCopy]:
         """Caches copies of the running states under the hash of the last full block. Returns the

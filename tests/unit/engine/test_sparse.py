@@ -1,5 +1,5 @@
 """Sequences of models with sparse attention give the tokens of transformers, whether their KV is
-computed, cached, copied or pulled. The indexer of the tiny models chooses 24 tokens."""
+computed, cached, copied or pulled. The indexers of the tiny models choose 24 tokens."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ _PROMPT = torch.randint(0, 203, (300,), generator=torch.Generator().manual_seed(
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("deepseek-v3.2", marks=pytest.mark.slow), "glm5"]
+    scope="module",
+    params=[pytest.param("deepseek-v3.2", marks=pytest.mark.slow), "glm5", "minimax-m3"],
 )
 def tiny(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[ModelFolder, Oracle]:
     folder, model = make_tiny_model(request.param, tmp_path_factory.mktemp("model"))
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = None
     return folder, Oracle(model)
 
 

@@ -107,7 +107,4 @@ def test_any_requests_for_long(seed: int, num_slots: int, max_num_seqs: int) -> 
 
 def test_sequences_are_preempted_and_states_evicted_and_reused() -> None:
     """The runs above have all of these."""
-    num_preemptions, num_evicted, num_reused = run(1, 400, 8, 4)
-    assert num_preemptions > 0
-    assert num_evicted > 20
-    assert num_reused > 100
+    assert min(map(sum, zip(run(1, 200, 6, 6), run(4, 200, 8, 8), strict=True))) > 0

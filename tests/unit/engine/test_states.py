@@ -325,3 +325,19 @@ def test_a_sequence_does_not_wait_for_a_slot_besides_the_state_after_which_it_re
     assert set(outcome.ends) == {"b"}
     assert outcome.token_ids["b"] == continuation([*prompt, 7], 4, windows)
     assert outcome.ends["b"].num_cached_tokens == 20
+
+
+def test_prompts_with_the_same_beginning_resume_where_they_branch() -> None:
+    """The first prompt has no state at the end of the system prompt. The second one shows where it
+    ends, because its KV is cached there."""
+    windows = (None, STATE)
+    engine, _ = make_grouped_engine(windows, num_blocks=60)
+    engine._new_sequences._checkpoints = Checkpoints(4, 1000)
+    system = list(range(22))
+    cached = []
+    for user in range(4):
+        prompt = [*system, *[50 + user] * 21]
+        outcome = drive_all(engine, make_spec("a", prompt, max_tokens=4))
+        assert outcome.token_ids["a"] == continuation(prompt, 4, windows)
+        cached.append(outcome.ends["a"].num_cached_tokens)
+    assert cached == [0, 0, 20, 20]

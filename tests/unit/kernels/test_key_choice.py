@@ -13,6 +13,7 @@ from tandem_kernels.attention import scores
 from tandem_kernels.attention_groups import QuerySpan, make_groups
 from tandem_kernels.attention_invariant import KEY_TILE, scores_invariant
 from tandem_kernels.key_choice import KeyChoice, Scores, highest
+from tandem_kernels.kv_cache import KvPool
 from tests.kv_pools import empty_pool
 
 HEADS, DIM, BLOCK_SIZE, TOP_K = 3, 4, 8, 5
@@ -34,6 +35,46 @@ def test_each_query_chooses_the_best_of_the_keys_before_it(
 ) -> None:
     """Few products fit at once, so a chunk of queries is computed in parts."""
     monkeypatch.setattr("tandem_kernels.key_choice._PRODUCTS_MAX", 1000)
+    pool, spans, keys = filled_pool()
+    generator = torch.Generator().manual_seed(2)
+    queries = torch.randn(22, HEADS, DIM, generator=generator)
+    weights = torch.randn(22, HEADS, generator=generator)
+    groups = make_groups(spans, pool, padded_to=KEY_TILE)
+    choice = KeyChoice(groups, pool, compute).choose_tokens(1, queries, weights, TOP_K)
+    assert [each.shape[:3] for each in choice] == [(2, 1, 1), (1, 1, 20)]
+    rows_of_group = [[0, 1], list(range(2, 22))]
+    for chosen, rows in zip(choice, rows_of_group, strict=True):
+        for row, mask in zip(rows, chosen.flatten(0, 2), strict=True):
+            assert mask.nonzero().flatten().tolist() == _best_tokens(
+                queries[row], weights[row], keys_of(row, spans, keys)
+            )
+
+
+@pytest.mark.parametrize("num_local", [0, 1, 2])
+@pytest.mark.parametrize("compute", [scores, scores_invariant])
+def test_each_head_chooses_the_best_blocks(
+    compute: Scores, num_local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 7 keys, which are not the blocks of the pool. The last one is partly filled."""
+    monkeypatch.setattr("tandem_kernels.key_choice._PRODUCTS_MAX", 1000)
+    pool, spans, keys = filled_pool()
+    queries = torch.randn(22, HEADS, DIM, generator=torch.Generator().manual_seed(2))
+    groups = make_groups(spans, pool, padded_to=KEY_TILE)
+    chooser = KeyChoice(groups, pool, compute)
+    choice = chooser.choose_blocks(1, queries, 3, block_size=7, num_local=num_local)
+    assert [each.shape[:3] for each in choice] == [(2, HEADS, 1), (1, HEADS, 20)]
+    by_row = torch.cat([each.transpose(1, 2).flatten(0, 1) for each in choice])
+    for row, of_heads in enumerate(by_row):
+        seen = keys_of(row, spans, keys)
+        for head, mask in enumerate(of_heads):
+            assert mask.nonzero().flatten().tolist() == _best_blocks(
+                (seen @ queries[row, head]).tolist(), num_local
+            )
+
+
+def filled_pool() -> tuple[KvPool, list[QuerySpan], torch.Tensor]:
+    """Returns a pool with an indexer's keys, the spans of a step in it, and the keys of each span,
+    [3, 50, DIM]."""
     generator = torch.Generator().manual_seed(2)
     layout = BlockLayout(
         *(40, 1, 2, BLOCK_SIZE, 6, "float32"), has_values=False, index=IndexKeys(2, DIM)
@@ -46,21 +87,25 @@ def test_each_query_chooses_the_best_of_the_keys_before_it(
         places = torch.arange(span.context_len)
         rows = pool.token_rows(torch.tensor(span.block_table)[places // 8], places % 8)
         pool.write_index(1, rows, of_span[: span.context_len])
-    queries = torch.randn(22, HEADS, DIM, generator=generator)
-    weights = torch.randn(22, HEADS, generator=generator)
-    groups = make_groups(spans, pool, padded_to=KEY_TILE)
-    choice = KeyChoice(groups, pool, compute).choose(1, queries, weights, TOP_K)
-    assert [each.shape[:3] for each in choice] == [(2, 1, 1), (1, 1, 20)]
-    rows_of_group = [[0, 1], list(range(2, 22))]
-    for chosen, rows in zip(choice, rows_of_group, strict=True):
-        for row, mask in zip(rows, chosen.flatten(0, 2), strict=True):
-            span = spans[min(row, 2)]
-            num_keys = span.context_len - span.num_queries + 1 + row - span.first_row
-            assert mask.nonzero().flatten().tolist() == _chosen(
-                queries[row], weights[row], keys[min(row, 2), :num_keys]
-            )
+    return pool, spans, keys
 
 
-def _chosen(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> Sequence[int]:
+def keys_of(row: int, spans: Sequence[QuerySpan], keys: torch.Tensor) -> torch.Tensor:
+    """Returns the keys up to the query in this row."""
+    span = spans[min(row, 2)]
+    num_keys = span.context_len - span.num_queries + 1 + row - span.first_row
+    return keys[min(row, 2), :num_keys]
+
+
+def _best_tokens(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> list[int]:
     found = ((queries @ keys.T).relu() * weights.unsqueeze(1)).sum(0).tolist()
     return sorted(sorted(range(len(found)), key=lambda i: (-found[i], i))[:TOP_K])
+
+
+def _best_blocks(products: list[float], num_local: int) -> list[int]:
+    """Returns the keys of the 3 best of the blocks of 7 keys."""
+    num_blocks = -(-len(products) // 7)
+    best = [max(products[7 * i : 7 * i + 7]) for i in range(num_blocks)]
+    local = range(max(0, num_blocks - num_local), num_blocks)
+    ranked = sorted(range(num_blocks), key=lambda i: (i not in local, -best[i], i))[:3]
+    return [i for i in range(len(products)) if i // 7 in ranked]

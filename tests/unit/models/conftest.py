@@ -1,5 +1,6 @@
 """Tiny models: random ones of each family, as GGUF files in llama.cpp's own arrangement."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,13 +68,57 @@ _OF_DEEPSEEK = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate.e_score_correction": "exp_probs_b",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
+_LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_OF_LINEAR = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
+
+
+def _shared(name: str) -> dict[str, str]:
+    return {f"mlp.{name}.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+
+
+_OF_QWEN_LINEAR = {
+    "post_attention_layernorm": "post_attention_norm",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+} | _shared("shared_expert")
+_OF_GLM = {
+    "post_attention_layernorm": "post_attention_norm",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+} | _shared("shared_experts")
 _NAMES_BY_FAMILY = {
-    "deepseek_v2": _OF_DEEPSEEK,
-    "deepseek_v3": _OF_DEEPSEEK,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _OF_DEEPSEEK | _shared("shared_experts")),
+    **dict.fromkeys(_LINEAR, _OF_QWEN_LINEAR),
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        "mlp.gate_up_proj": "ffn_up",
+    },
+    "glm4_moe": _OF_GLM,
+    "minimax_m2": {"mlp.e_score_correction": "exp_probs_b"},
+    "ernie4_5_moe": {"mlp.gate.moe_statics.e_score_correction": "exp_probs_b"}
+    | _shared("shared_experts"),
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        {
+            "self_attn.query_layernorm": "attn_q_norm",
+            "self_attn.key_layernorm": "attn_k_norm",
+            "mlp.gate.wg": "ffn_gate_inp",
+        }
+        | _shared("shared_mlp"),
+    ),
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    **dict.fromkeys(("olmo3", "exaone4"), _OF_OLMO2),
     "olmo2": _OF_OLMO2,
     "gemma2": _OF_GEMMA,
     "gemma3_text": _OF_GEMMA,
@@ -118,6 +163,9 @@ def gguf_tensors(model) -> dict[str, np.ndarray]:
         array = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         part = name.split(".")[-2]
+        if ".linear_attn." in name:
+            tensors |= linear_attention_tensors(name, array, config)
+            continue
         if config.model_type == "gpt_oss" and ".experts." in name:
             tensors |= experts_of_gpt_oss(name, array)
             continue
@@ -126,7 +174,8 @@ def gguf_tensors(model) -> dict[str, np.ndarray]:
             for half, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
                 tensors[gguf_name(f"{stem}{half}_proj.weight")] = np.ascontiguousarray(rows)
             continue
-        if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+        has_offset = config.model_type.startswith(("gemma", *_LINEAR))
+        if has_offset and name.endswith("norm.weight"):
             array = array + 1
         if name.endswith(("experts.down_proj", "self_attn.sinks")):
             name += ".weight"
@@ -136,6 +185,44 @@ def gguf_tensors(model) -> dict[str, np.ndarray]:
             array = rows.swapaxes(1, 2).reshape(array.shape)
         tensors[gguf_name(name, config.model_type)] = np.ascontiguousarray(array)
     return tensors
+
+
+def linear_attention_tensors(name: str, array: np.ndarray, config) -> dict[str, np.ndarray]:
+    """The tensors of a layer with linear attention that the script makes of one tensor."""
+    layer, part = re.fullmatch(r"model\.layers\.(\d+)\.linear_attn\.(.+)", name).groups()
+    num_keys, num_values = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    group = num_values // num_keys
+
+    def tiled(rows: np.ndarray) -> np.ndarray:
+        """First the first value head of each key head, then the second of each, and so on."""
+        if config.model_type == "qwen3_next":
+            return rows
+        heads = rows.reshape(num_keys, group, -1, *rows.shape[1:])
+        return heads.swapaxes(0, 1).reshape(rows.shape)
+
+    if part == "in_proj_qkvz.weight":
+        heads = array.reshape(num_keys, -1, array.shape[1])
+        sections = np.split(heads, [key_dim, 2 * key_dim, 2 * key_dim + group * value_dim], axis=1)
+        q, k, v, z = (each.reshape(-1, array.shape[1]) for each in sections)
+        found = {"in_proj_qkv.weight": np.concatenate([q, k, v]), "in_proj_z.weight": z}
+    else:
+        if part == "A_log":
+            array = -np.exp(array)
+        if part == "conv1d.weight":
+            array = array.squeeze(1)
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            first = 2 * num_keys * key_dim
+            array = np.concatenate([array[:first], tiled(array[first:])])
+        elif part == "out_proj.weight":
+            array = tiled(array.T).T
+        elif part not in ("in_proj_ba.weight", "norm.weight"):
+            array = tiled(array)
+        found = {part: array}
+    return {
+        f"blk.{layer}.{_OF_LINEAR[part]}": np.ascontiguousarray(each)
+        for part, each in found.items()
+    }
 
 
 def split_latent(tensors: dict[str, np.ndarray], config) -> dict[str, np.ndarray]:

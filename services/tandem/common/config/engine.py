@@ -148,8 +148,8 @@ class EngineOptions(Options):
     max_num_seqs: Positive = 64
     """Largest number of requests that a worker computes at the same time."""
     max_tokens_per_step: PositiveOrNone = None
-    """Largest number of tokens that one step computes. 0: 512 on CPUs; on GPUs about 16 for each
-    multiprocessor, which gives 2048 on an H100."""
+    """Largest number of tokens that one step computes. 0 means 512 on CPUs, and about 16 for each
+    multiprocessor on GPUs, such as 2048 on an H100."""
     itl_target_s: Seconds = 0.1
     """Target for the time between two tokens of a request, in seconds. To meet the target, workers
     compute long prompts in parts. 0: off."""

@@ -38,14 +38,15 @@ class GatewayOptions(Options):
     takes a gateway's requests for this worker. By default, it is neither."""
 
     endpoint_picker: Text = ""
-    """HOST:PORT at which this process chooses workers for a Kubernetes gateway (an endpoint picker
-    of the Gateway API Inference Extension). The process then serves no public API. Default: off."""
+    """HOST:PORT at which this process listens as an endpoint picker. A Kubernetes gateway (Gateway
+    API Inference Extension) asks it for the worker of each request. The process then serves no
+    public API. Default: off."""
     picker_fallbacks: Count = 2
     """Number of further endpoints that the endpoint picker names for a request. The gateway can
     send the request to a further endpoint if the first endpoint fails."""
     picker_stays: Switch = False
-    """Let the gateway send answers, too, through the endpoint picker. The picker then knows when a
-    request ends. Without this option, only requests pass through the picker."""
+    """Let the gateway send both requests and answers through the endpoint picker. The picker then
+    knows when a request ends. Without this option, only requests pass through the picker."""
     objectives: Annotated[Mapping[str, int], by_comma("NAME=PRIORITY,...", parse_objectives)] = (
         field(default_factory=dict)
     )

@@ -42,8 +42,8 @@ class TransferConfig(Options):
     local_prefill_max_tokens: Count = 64
     """Prompts with at most this many uncached tokens are computed by the decode worker itself."""
     verify_blocks: VerifyBlocks = "off"
-    """Pulled KV blocks that are compared with checksums of the sending worker: none, a sample or
-    all. If a block differs, the pull fails, and its blocks are not used."""
+    """Compare none, a sample or all of the pulled KV blocks with checksums of the sending worker.
+    If a block differs, the pull fails, and its blocks are not used."""
     delay_s: Annotated[Seconds, Parameter(group=MEASUREMENT, name="--transfer-delay")] = 0.0
     """Seconds that are added to each transfer of KV blocks, for tests."""
     bytes_per_s: Annotated[

@@ -69,7 +69,7 @@ from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
-from tandem_kernels.state_pool import Pool, StatePool, without_states
+from tandem_kernels.state_pool import Pool, StatePool
 
 if TYPE_CHECKING:
     from tandem.common.adapter import Adapter
@@ -209,6 +209,8 @@ class ModelRunner:
             self.why_no_budgets = "the model has sparse attention"
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
+        # Native ranks write their logits to their columns of one array, which rank 0 reads.
+        self.shards_logits = kernels != "native" and config.tensor_parallel > 1
         self._drawn = HostTokens([])
         self._num_seqs_max = config.max_num_seqs
         is_cuda = self.device.type == "cuda"
@@ -429,7 +431,7 @@ class ModelRunner:
             )
             return
         gpu.measure(
-            lambda: triton.prepare(without_states(pools)),
+            lambda: triton.prepare(pools),
             lambda: triton.sample(self._compute(triton, batch, pools), draws),
         )
         triton.drop_graphs()
@@ -454,7 +456,7 @@ class ModelRunner:
             self._members.memory.post(messages.Allocate(num_blocks))
         if self._triton is not None:
             with self._explains("the CUDA graphs were recorded"):
-                self._triton.prepare(without_states(self.pools))
+                self._triton.prepare(self.pools)
         if self._gpu is not None:
             self._gpu.end()
 
@@ -594,9 +596,7 @@ class ModelRunner:
         pools: Sequence[Pool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        if isinstance(steps, DecoderSteps | NativeDecoder):
-            return steps.forward(batch, pools, on_kv_written)
-        return steps.forward(batch, without_states(pools), on_kv_written)
+        return steps.forward(batch, pools, on_kv_written)
 
     def compute_share(self, sent: SentStep, numbers_address: int) -> None:
         """Computes this rank's share of a step that rank 0 has sent."""

@@ -67,6 +67,8 @@ class StepBatch:
     # True: the batch is launched before the tokens of the step before are known, so some token ids
     # of its slices are negative.
     is_ahead: bool = False
+    # Number of largest logits of each row that are read; the others may be -infinity. 0: all are.
+    top_k: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -74,12 +76,11 @@ class StepBatch:
 
     def with_tokens(self, drawn: Sequence[int]) -> StepBatch:
         """Returns the batch with the tokens of the last sampling in place of negative token ids."""
-        return StepBatch(
-            [
-                s._replace(token_ids=[t if t >= 0 else drawn[-1 - t] for t in s.token_ids])
-                for s in self.slices
-            ]
-        )
+        slices = [
+            s._replace(token_ids=[t if t >= 0 else drawn[-1 - t] for t in s.token_ids])
+            for s in self.slices
+        ]
+        return StepBatch(slices, top_k=self.top_k)
 
     @property
     def has_adapters(self) -> bool:

@@ -83,6 +83,27 @@ class Schedule:
     def batch(self) -> StepBatch:
         return StepBatch([chunk.slice for chunk in self.chunks], self.is_ahead)
 
+    @property
+    def top_k(self) -> int:
+        """Number of largest logits of each row that the step's samplings read; 0 if one reads all.
+
+        Log probabilities read all logits. Penalties and masks may make any token the most likely
+        one.
+        """
+        most = 1
+        for chunk in self.chunks:
+            sequence = chunk.sequence
+            sampling = sequence.spec.sampling
+            if not (chunk.samples or chunk.all_logits):
+                continue
+            if chunk.all_logits or sequence.edits is not None or sampling.logprobs is not None:
+                return 0
+            if sampling.temperature > 0:
+                if not sampling.top_k:
+                    return 0
+                most = max(most, sampling.top_k)
+        return most
+
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         samples = num_tokens == sequence.num_missing_tokens
         chunk = Chunk(sequence, num_tokens, samples, sequence.wants_prompt_logits)

@@ -67,7 +67,7 @@ def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, St
     wanted = [
         (number, which)
         for number, layer in enumerate(config.layers)
-        if layer.linear is None and layer.kv_source is None
+        if layer.has_attention and layer.kv_source is None
         for which in "kv"
     ]
     if missing := [place for place in wanted if place not in found]:

@@ -27,15 +27,22 @@ self_attn.indexer.wk.weight           [index dim, hidden]
 self_attn.indexer.k_norm.weight       [index dim], and a bias of this shape
 self_attn.indexer.weights_proj.weight [index heads, hidden]
 
+If the indexer chooses blocks:
+
+self_attn.indexer.q_proj.weight       [index heads * index dim, hidden]
+self_attn.indexer.k_proj.weight       [index dim, hidden]
+self_attn.indexer.{q,k}_norm.weight   [index dim]
+
 A layer with linear attention (`GatedDelta`) has the following tensors. The outputs of joined
 matrices are ordered by key head: for each key head q, k, v and z, and b and a. Otherwise the q of
 all heads come first, then their k, then v.
 
 name                                  shape                                         present
-linear_attn.in_proj_qkvz.weight       [channels + value heads * value dim, hidden]  joined
+linear_attn.in_proj_qkvz.weight       [channels + value heads * value dim, hidden]  joined, not in
+                                                                                    newer GGUF files
 linear_attn.in_proj_ba.weight         [2 * value heads, hidden]                     joined
-linear_attn.in_proj_qkv.weight        [channels, hidden]                            not joined
-linear_attn.in_proj_z.weight          [value heads * value dim, hidden]             not joined
+linear_attn.in_proj_qkv.weight        [channels, hidden]                            otherwise
+linear_attn.in_proj_z.weight          [value heads * value dim, hidden]             otherwise
 linear_attn.in_proj_{b,a}.weight      [value heads, hidden]                         not joined
 linear_attn.conv1d.weight             [channels, 1, kernel]
 linear_attn.A_log, linear_attn.dt_bias  [value heads]
@@ -147,13 +154,13 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
     for i, spec in enumerate(config.layers):
         layer: Shapes = {f"{name}.weight": (hidden,) for name in norm_names(config, spec).values()}
         if spec.linear is not None:
-            layer |= _state_shapes(spec.linear, hidden)
+            layer |= _state_shapes(spec.linear, hidden, f"model.layers.{i}.linear_attn", stored)
         if spec.has_attention:
             layer |= _attention_shapes(config, spec, f"model.layers.{i}", stored)
         if spec.experts:
             layer |= names.shapes(spec.experts, hidden)
         elif spec.has_mlp:
-            layer |= _mlp_shapes(config, inner=spec.inner or 0)
+            layer |= _mlp_shapes(config, "mlp", spec.inner or 0, f"model.layers.{i}", stored)
         if config.has_layer_scalars:
             layer["layer_scalar"] = (1,)
         if config.per_layer_inputs is not None:
@@ -164,7 +171,9 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
         if config.alt_up is not None:
             layer |= _alt_up_shapes(config.alt_up, hidden)
         if spec.experts and spec.experts.shared_inner:
-            layer |= _mlp_shapes(config, shared_mlp(spec.experts), spec.experts.shared_inner)
+            name = shared_mlp(spec.experts)
+            inner = spec.experts.shared_inner
+            layer |= _mlp_shapes(config, name, inner, f"model.layers.{i}", stored)
         if spec.experts and spec.experts.has_own_norms:
             layer |= {f"{name}.weight": (hidden,) for name in EXPERT_NORMS.values()}
             layer |= {ROUTER_SCALE: (hidden,), EXPERT_SCALES: (spec.experts.num,)}
@@ -188,10 +197,13 @@ def norm_names(config: ModelConfig, spec: LayerSpec) -> dict[str, str]:
     return NORMS["after" if spec.has_attention else "before"]
 
 
-def _state_shapes(sizes: LinearAttention, hidden: int) -> Shapes:
-    """Returns the shapes of a layer's linear attention: the tables in this module's docstring."""
+def _state_shapes(
+    sizes: LinearAttention, hidden: int, name: str, stored: Collection[str]
+) -> Shapes:
+    """Returns the shapes of a layer's linear attention `name`: the tables in this module's
+    docstring."""
     if isinstance(sizes, GatedDelta):
-        return _delta_shapes(sizes, hidden)
+        return _delta_shapes(sizes, hidden, name, stored)
     num_first = 3 * sizes.num_outputs
     shapes: Shapes = {"linear_attn.conv1d.weight": (sizes.num_channels, 1, sizes.kernel)}
     has_conv_bias = sizes.has_biases if isinstance(sizes, ShortConv) else sizes.has_conv_bias
@@ -211,18 +223,19 @@ def _state_shapes(sizes: LinearAttention, hidden: int) -> Shapes:
     )
 
 
-def _delta_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
+def _delta_shapes(sizes: GatedDelta, hidden: int, layer: str, stored: Collection[str]) -> Shapes:
+    """Returns the shapes of a layer's linear attention: the table in this module's docstring. The
+    names in `stored` decide whether q, k, v and z are one matrix."""
     num_values = sizes.num_value_heads * sizes.value_dim
-    outputs = {
-        "qkv": sizes.num_channels,
-        "z": num_values,
-        "b": sizes.num_value_heads,
-        "a": sizes.num_value_heads,
-    }
     if sizes.form == "apart":
         return _apart_shapes(sizes, hidden)
+    outputs = {"qkv": sizes.num_channels, "z": num_values}
+    if sizes.form == "joined" and f"{layer}.in_proj_qkv.weight" not in stored:
+        outputs = {"qkvz": sizes.num_channels + num_values}
     if sizes.form == "joined":
-        outputs = {"qkvz": sizes.num_channels + num_values, "ba": 2 * sizes.num_value_heads}
+        outputs["ba"] = 2 * sizes.num_value_heads
+    else:
+        outputs |= dict.fromkeys("ba", sizes.num_value_heads)
     return {
         f"linear_attn.in_proj_{name}.weight": (num, hidden) for name, num in outputs.items()
     } | {
@@ -260,7 +273,7 @@ def _attention_shapes(
     head_dim = heads.dim
     if config.latent is not None:
         of_latent = _latent_shapes(config, config.latent, layer, stored)
-        return of_latent | _indexer_shapes(config, config.latent, spec)
+        return of_latent | _indexer_shapes(config, spec)
     q_size = config.num_attention_heads * head_dim
     kv_size = heads.num_kv * head_dim
     value_dim = config.value_dim or head_dim
@@ -286,7 +299,7 @@ def _attention_shapes(
         shapes["self_attn.q_norm.weight"] = (q_size if has_all else head_dim,)
         if spec.kv_source is None:
             shapes["self_attn.k_norm.weight"] = (kv_size if has_all else head_dim,)
-    return shapes | _linear_shapes(linears)
+    return shapes | _linear_shapes(linears) | _indexer_shapes(config, spec)
 
 
 def _latent_shapes(
@@ -322,17 +335,21 @@ def _latent_shapes(
     return shapes
 
 
-def _indexer_shapes(config: ModelConfig, latent: Latent, spec: LayerSpec) -> Shapes:
+def _indexer_shapes(config: ModelConfig, spec: LayerSpec) -> Shapes:
     if (indexer := spec.indexer) is None:
         return {}
-    assert latent.q_rank is not None
-    shapes: Shapes = {
-        "wq_b.weight": (indexer.num_heads * indexer.dim, latent.q_rank),
-        "wk.weight": (indexer.dim, config.hidden_size),
-        "k_norm.weight": (indexer.dim,),
-        "k_norm.bias": (indexer.dim,),
-        "weights_proj.weight": (indexer.num_heads, config.hidden_size),
-    }
+    hidden, width = config.hidden_size, indexer.num_heads * indexer.dim
+    shapes: Shapes = {"k_norm.weight": (indexer.dim,)}
+    if config.latent is None:
+        shapes["q_norm.weight"] = (indexer.dim,)
+        shapes["q_proj.weight"] = (width, hidden)
+        shapes["k_proj.weight"] = (indexer.dim, hidden)
+    else:
+        assert config.latent.q_rank is not None
+        shapes["k_norm.bias"] = (indexer.dim,)
+        shapes["wq_b.weight"] = (width, config.latent.q_rank)
+        shapes["wk.weight"] = (indexer.dim, hidden)
+        shapes["weights_proj.weight"] = (indexer.num_heads, hidden)
     return {f"self_attn.indexer.{name}": shape for name, shape in shapes.items()}
 
 
@@ -349,12 +366,17 @@ def _alt_up_shapes(sizes: AltUp, hidden: int) -> Shapes:
     }
 
 
-def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shapes:
+def _mlp_shapes(
+    config: ModelConfig, name: str, inner: int, layer: str, stored: Collection[str]
+) -> Shapes:
+    """Returns the shapes of the MLP `name` of a layer. `inner` is its intermediate size; 0: the
+    model's."""
     hidden = config.hidden_size
     has_bias = config.mlp_bias
     inner = inner or config.intermediate_size
     linears = {f"{name}.down_proj": (hidden, inner, has_bias)}
-    if config.has_fused_mlp:
+    is_fused = config.may_fuse_mlp and f"{layer}.{name}.gate_proj.weight" not in stored
+    if config.has_fused_mlp or is_fused:
         linears[f"{name}.gate_up_proj"] = (2 * inner, hidden, has_bias)
     elif not config.has_gates:
         linears[f"{name}.up_proj"] = (inner, hidden, has_bias)

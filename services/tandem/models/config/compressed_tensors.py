@@ -37,13 +37,19 @@ _FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {
     "float-quantized": ("scaled", "float", (8,)),
     "int-quantized": ("scaled", "int", (8,)),
     "pack-quantized": ("packed", "int", (4, 8)),
+    "nvfp4-pack-quantized": ("fp4", "float", (4,)),
+    "mxfp4-pack-quantized": ("fp4", "float", (4,)),
 }
 # Format name -> allowed values of `strategy`, which says which weights of a matrix share a scale.
 _STRATEGIES = {
     "float-quantized": ("tensor", "channel", "block"),
     "int-quantized": ("tensor", "channel"),
     "pack-quantized": ("group", "channel"),
+    "nvfp4-pack-quantized": ("tensor_group",),
+    "mxfp4-pack-quantized": ("group",),
 }
+# Number of inputs that share a scale, in formats in which this number is fixed.
+_FIXED_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 
 
 def read_compressed_tensors(given: Mapping[str, Any]) -> Quantization | None:
@@ -111,7 +117,9 @@ def _scheme(group: Mapping[str, Any], form: str, name: str) -> Scheme:
     strategy = checked("strategy", *_STRATEGIES[form])
     size = 0
     block = None
-    if strategy == "group":
+    if form in _FIXED_GROUPS:
+        size = checked("group_size", _FIXED_GROUPS[form])
+    elif strategy == "group":
         size = checked("group_size", *GROUP_SIZES)
     if strategy == "block":
         checked("block_structure", BLOCK)
@@ -119,7 +127,7 @@ def _scheme(group: Mapping[str, Any], form: str, name: str) -> Scheme:
     return Scheme(
         coding,
         bits,
-        is_float=kind == "float",
+        is_float=kind == "float" and coding != "fp4",
         group_size=size,
         block=block,
         has_zeros=is_symmetric is False,

@@ -79,6 +79,9 @@ def read_experts(
         shared_inner = size(config, "shared_intermediate_size")
     if family.has_shared_gate:
         shared_inner = size(config, "shared_expert_intermediate_size")
+    if "shared_intermediate_size" in family.defaults:
+        shared_inner = size(config, "shared_intermediate_size")
+    has_scale = "routed_scaling_factor" in family.defaults or is_deepseek
     experts = Experts(
         num=num,
         top_k=top_k,
@@ -89,7 +92,7 @@ def read_experts(
         is_corrected=family.is_corrected,
         weighs_inputs=family.weighs_inputs,
         groups=_groups(config, family, num, top_k) if is_deepseek else None,
-        scale=optional_number(config, "routed_scaling_factor", 1.0) if is_deepseek else 1.0,
+        scale=optional_number(config, "routed_scaling_factor", 1.0) if has_scale else 1.0,
         shared_inner=shared_inner,
         has_shared_gate=family.has_shared_gate,
         has_own_norms=family.has_gemma4_layers,
@@ -141,6 +144,9 @@ def _are_sparse(config: Mapping[str, Any], family: Family, num_layers: int) -> l
                 f"mlp_layer_types is {kinds!r:.80}; it must have dense or sparse for each layer"
             )
         return [kind == "sparse" for kind in kinds]
+    sparse = config.get("moe_layer_freq")
+    if family.indexer == "blocks" and sparse is not None:
+        return [bool(each) for each in one_per_layer(sparse, "moe_layer_freq", num_layers)]
     num_dense = layer_number(config, "first_k_dense_replace")
     return [layer >= num_dense for layer in range(num_layers)]
 

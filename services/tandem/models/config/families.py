@@ -17,9 +17,9 @@ Linear = Literal[
 ]
 Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
 ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4", "granite", "nemotron"]
-Fused = Literal["", "mlp", "all"]
-ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed", "switched", "kinds"]
-Indexers = Literal["", "own", "shared"]
+Fused = Literal["", "mlp", "maybe_mlp", "all"]
+ExpertLayers = Literal["all", "steps", "from", "types", "range", "kinds", "listed", "switched"]
+Indexers = Literal["", "own", "shared", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ class Family:
     fused: the matrices that checkpoints store as one:
         "": none;
         "mlp": gate and up;
+        "maybe_mlp": gate and up in some checkpoints, none in others;
         "all": gate and up, and also q, k and v.
     has_partial_rope: RoPE may rotate only a part of each head (`partial_rotary_factor`). With
         latent attention, the factor must be the rotated part of a query.
@@ -131,7 +132,9 @@ class Family:
         "": none; queries attend to all earlier tokens;
         "own": all;
         "shared": those that `indexer_types` calls "full"; the others use their choices. RoPE
-            rotates element 2 i of the indexer's heads with element 2 i + 1.
+            rotates element 2 i of the indexer's heads with element 2 i + 1;
+        "blocks": those that `layer_types` calls "minimax_m3_sparse". They choose blocks of
+            `index_block_size` tokens.
     linear: the kind of the layers that keep a state in place of keys and values, which
         `layer_types` calls by `linear_name`. Without `layer_types`, `full_attn_idxs` lists the
         layers that have full attention; without it, every `full_attention_interval`-th layer does,
@@ -511,7 +514,11 @@ FAMILIES: Mapping[str, Family] = {
         pattern=4,
         rope_theta=500000.0,
         has_rope_by_kind=True,
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_local_base_freq": 500000.0,
+            "sliding_window": 4096,
+        },
     ),
     "OlmoHybridForCausalLM": Family(
         norms="after_attention",
@@ -588,9 +595,9 @@ FAMILIES: Mapping[str, Family] = {
             "rms_norm_eps": "layer_norm_epsilon",
         },
         tensor_names={
+            "backbone.embeddings.": "model.embed_tokens.",
+            "backbone.norm_f.": "model.norm.",
             "backbone.": "model.",
-            "model.embeddings.": "model.embed_tokens.",
-            "model.norm_f.": "model.norm.",
             **{
                 f".mixer.{part}": f".linear_attn.{part}"
                 for part in ("A_log", "D", "conv1d.", "dt_bias", "in_proj.", "norm.", "out_proj.")
@@ -641,7 +648,8 @@ FAMILIES: Mapping[str, Family] = {
         is_corrected=True,
         key_names=_LFM_KEYS
         | {"first_k_dense_replace": "num_dense_layers", "n_routed_experts": "num_experts"},
-        tensor_names=_LFM2_NAMES | {".mlp.expert_bias": ".mlp.gate.e_score_correction_bias"},
+        tensor_names={".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias"}
+        | _LFM2_NAMES,
         demands=_NO_GROUPS | {"use_expert_bias": (True,)},
         defaults=_LFM_DEFAULTS
         | {
@@ -805,6 +813,47 @@ FAMILIES: Mapping[str, Family] = {
             )
         },
         defaults={"head_dim": 128, "num_experts_per_tok": 8, "num_local_experts": 256},
+    ),
+    "MiniMaxM3VLForCausalLM": Family(
+        norm_offset=1.0,
+        qk_norm="head",
+        biases="none",
+        rope_theta=5000000.0,
+        has_partial_rope=True,
+        indexer="blocks",
+        experts="mixtral",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        has_clamped_gates=True,
+        fused="maybe_mlp",
+        tensor_names={
+            ".block_sparse_moe.e_score_correction_bias": (
+                ".block_sparse_moe.gate.e_score_correction_bias"
+            ),
+            ".block_sparse_moe.shared_experts.": ".mlp.shared_experts.",
+            **{
+                f".self_attn.index_{part}.": f".self_attn.indexer.{part}."
+                for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+            },
+        },
+        defaults={
+            "dense_intermediate_size": 12288,
+            "first_k_dense_replace": 0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "index_block_size": 128,
+            "index_head_dim": 128,
+            "index_local_blocks": 1,
+            "index_n_heads": 4,
+            "index_topk_blocks": 16,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "routed_scaling_factor": 2.0,
+            "shared_intermediate_size": 3072,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
     ),
     "SeedOssForCausalLM": Family(
         biases="config_apart", defaults={"attention_bias": True, "head_dim": 128}

@@ -108,8 +108,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
     named = config.get("architectures") or [decoder]
     if decoder is None or named != [decoder]:
         raise UnsupportedModel(
-            f"architectures is {named!r:.80}; with the model_type {kind!r}, transformers "
-            + (f"has the decoder {decoder}" if decoder else "has no decoder")
+            f"architectures is {named!r:.80}; for the model_type {kind!r} it must be [{decoder!r}]"
+            if decoder
+            else f"transformers has no decoder for the model_type {kind!r}"
         )
     return str(decoder)
 

@@ -10,6 +10,9 @@ at position s for the query at position t is
 The query attends to the `top_k` tokens with the highest scores. Of tokens with equal scores, those
 at lower positions are chosen (DeepSeek V3.2, arXiv:2512.02556). A layer without an indexer of its
 own may use the choice of an earlier layer (GLM 5, arXiv:2603.12201).
+
+MiniMax M3's indexers choose blocks of tokens. Each head chooses for one KV head of attention. The
+score of a block is the highest q[t, h] . k[s] of its tokens up to position t.
 """
 
 from collections.abc import Mapping
@@ -19,9 +22,20 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 from tandem.models.config.families import Family
 from tandem.models.config.fields import layer_number, one_per_layer, optional_size, size
+from tandem.models.config.rope import Rope
 
 LAYER_TYPE = "indexed_attention"  # name in `layer_types` of layers whose tokens are chosen
 _KINDS = ("full", "shared")
+_BLOCKS = "minimax_m3_sparse"
+_FULL = "full_attention"
+# Key of MiniMax M3 -> its name in `sparse_attention_config`, which comes first.
+_NESTED = {
+    "index_n_heads": "sparse_num_index_heads",
+    "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size",
+    "index_topk_blocks": "sparse_topk_blocks",
+    "index_local_blocks": "sparse_local_block",
+}
 _LETTERS = {"F": "full", "S": "shared"}
 
 
@@ -34,17 +48,21 @@ class Indexer:
     rope_dim: int  # number of elements that RoPE rotates; they come first
     # True: checkpoints store two elements that RoPE rotates together side by side.
     has_pairs: bool
-    top_k: int  # number of tokens to which a query attends
+    top_k: int  # number of tokens, or of blocks, to which a query attends
+    block_size: int | None = None  # number of tokens in a block; None: tokens are chosen
+    # Number of blocks that are always chosen: that of the query, and those just before it.
+    num_local: int = 0
 
 
 def read_indexers(
-    config: Mapping[str, Any], family: Family, num_layers: int
+    config: Mapping[str, Any], family: Family, num_layers: int, rope: Rope
 ) -> list[Indexer | None]:
-    """Returns the indexer of each layer; None for a layer without one. In families with indexers,
-    such a layer uses the choice of the last layer before it that has one. Raises UnsupportedModel
-    naming the field that is not supported."""
+    """Returns the indexer of each layer; None for a layer without one. `rope` is that of all
+    layers. Raises UnsupportedModel naming the field that is not supported."""
     if not family.indexer:
         return [None] * num_layers
+    if family.indexer == "blocks":
+        return _read_block_indexers(config, num_layers, rope)
     _check_layer_types(config, num_layers)
     if config.get("q_lora_rank") is None:
         raise UnsupportedModel(
@@ -70,6 +88,62 @@ def read_indexers(
             "indexer_types gives the first layer no indexer of its own (shared); it must be full"
         )
     return [indexer if kind == "full" else None for kind in kinds]
+
+
+def _read_block_indexers(
+    config: Mapping[str, Any], num_layers: int, rope: Rope
+) -> list[Indexer | None]:
+    nested = config.get("sparse_attention_config") or {}
+    if not isinstance(nested, dict):
+        raise UnsupportedModel(f"sparse_attention_config is {nested!r:.80}; it must be an object")
+    config = {**config, **{ours: nested[own] for ours, own in _NESTED.items() if own in nested}}
+    kinds = config.get("layer_types")
+    if kinds is None:
+        sparse = nested.get("sparse_attention_freq", [0] * num_layers)
+        sparse = one_per_layer(sparse, "sparse_attention_freq", num_layers)
+        kinds = [_BLOCKS if each else _FULL for each in sparse]
+    kinds = one_per_layer(kinds, "layer_types", num_layers)
+    if unknown := [kind for kind in kinds if kind not in (_FULL, _BLOCKS)]:
+        raise UnsupportedModel(
+            f"layer_types has {unknown[0]!r:.80}, which is not supported for this architecture; "
+            f"supported are {_FULL} and {_BLOCKS}"
+        )
+    if _BLOCKS not in kinds:
+        return [None] * num_layers
+    indexer = Indexer(
+        num_heads=size(config, "index_n_heads"),
+        dim=size(config, "index_head_dim"),
+        rope_dim=rope.rotary_dim(size(config, "head_dim")),
+        has_pairs=False,
+        top_k=size(config, "index_topk_blocks"),
+        block_size=size(config, "index_block_size"),
+        num_local=layer_number(config, "index_local_blocks"),
+    )
+    num_kv_heads = size(config, "num_key_value_heads")
+    rotary_dim = config.get("rotary_dim")
+    if indexer.num_heads != num_kv_heads:
+        why = (
+            f"index_n_heads is {indexer.num_heads}; it must be num_key_value_heads, {num_kv_heads}"
+        )
+    elif indexer.dim < indexer.rope_dim:
+        why = (
+            f"index_head_dim is {indexer.dim}; it must be at least {indexer.rope_dim}, the number "
+            "of elements that RoPE rotates"
+        )
+    elif indexer.num_local > indexer.top_k:
+        why = (
+            f"index_local_blocks is {indexer.num_local}; it must be at most index_topk_blocks, "
+            f"{indexer.top_k}"
+        )
+    elif rotary_dim is not None and rotary_dim != indexer.rope_dim:
+        # transformers takes partial_rotary_factor and ignores rotary_dim.
+        why = (
+            f"rotary_dim is {rotary_dim!r:.80}, but partial_rotary_factor rotates "
+            f"{indexer.rope_dim} elements of a head; they must agree"
+        )
+    else:
+        return [indexer if kind == _BLOCKS else None for kind in kinds]
+    raise UnsupportedModel(why)
 
 
 def _check_layer_types(config: Mapping[str, Any], num_layers: int) -> None:

@@ -126,6 +126,11 @@ def read_layers(
             number(config, "attn_scale", 0.1), size(config, "floor_scale"), offset=1
         )
         no_rope = replace(NO_ROPE, query_scaling=scaling)
+    indexers = read_indexers(config, family, num_layers, ropes[_FULL])
+    # MiniMax M3: dense MLPs have a size of their own.
+    dense_inner = None
+    if "dense_intermediate_size" in family.defaults:
+        dense_inner = size(config, "dense_intermediate_size")
     return tuple(
         LayerSpec(
             rope=ropes[_SLIDING if slides else _FULL] if has_rope else no_rope,
@@ -138,16 +143,11 @@ def read_layers(
             has_mlp=has_mlp,
             linear=state,
             indexer=indexer,
-            shares_choice=bool(family.indexer) and indexer is None,
+            shares_choice=family.indexer == "shared" and indexer is None,
+            inner=dense_inner if of_mlp is None else None,
         )
         for slides, has_rope, of_mlp, state, (has_attention, has_mlp), indexer in zip(
-            slide,
-            have_rope,
-            experts,
-            linear,
-            parts,
-            read_indexers(config, family, num_layers),
-            strict=True,
+            slide, have_rope, experts, linear, parts, indexers, strict=True
         )
     )
 
@@ -241,8 +241,8 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
     if family.rope_if == "named":
         return [config.get("position_embedding_type") == "rope"] * num_layers
     if family.rope_if == "given":
-        given = {"rope_theta": family.rope_theta, **config, **rope_parameters(config)}
-        return [given["rope_theta"] is not None] * num_layers
+        parameters = {"rope_theta": family.rope_theta, **config, **rope_parameters(config)}
+        return [parameters["rope_theta"] is not None] * num_layers
     if not family.has_no_rope_layers:
         return [True] * num_layers
     # `no_rope_layers` has one number per layer. Despite its name, 1 means that the layer has RoPE.

@@ -186,8 +186,8 @@ def _read_gated_delta(config: Mapping[str, Any], family: Family) -> GatedDelta:
     # A value head's part of a state has an equal share of the channels of its key head.
     if sizes.key_dim % sizes.group:
         raise UnsupportedModel(
-            f"{sizes.group} value heads share each key head; this number must divide "
-            f"linear_key_head_dim, which is {sizes.key_dim}"
+            f"linear_key_head_dim is {sizes.key_dim}; it must be a multiple of {sizes.group}, the "
+            "number of value heads for each key head"
         )
     _check_kernel(sizes.kernel, "linear_conv_kernel_dim")
     return sizes

@@ -107,6 +107,8 @@ class ModelConfig:
     has_kv_scales: bool = False  # True: the checkpoint has static scales for KV in fp8_e4m3.
     has_fused_qkv: bool = False  # True: checkpoints store q, k and v as one matrix.
     has_fused_mlp: bool = False  # True: checkpoints store gate and up as one matrix.
+    # True: some checkpoints store gate and up as one matrix; the names of their tensors tell.
+    may_fuse_mlp: bool = False
     # True: checkpoints store two elements that RoPE rotates together side by side.
     has_rope_pairs: bool = False
     # Part of a tensor's name in checkpoints -> the part that stands there in this package.
@@ -182,8 +184,14 @@ class ModelConfig:
 
     def name_in_files(self, name: str) -> str:
         """Returns the name that a tensor has in checkpoints of the text part alone."""
-        for own, ours in reversed(self.tensor_names.items()):
-            name = name.replace(ours, own)
+        # The longest part first, because a shorter one may be a part of it. A number stands for a
+        # replaced part until the end, so that no part is replaced twice. The dots around a part
+        # belong to its neighbours, too.
+        rules = sorted(self.tensor_names.items(), key=lambda rule: -len(rule[1]))
+        for index, (_, ours) in enumerate(rules):
+            name = name.replace(ours, ours.replace(ours.strip("."), f"<{index}>"))
+        for index, (own, _) in enumerate(rules):
+            name = name.replace(f"<{index}>", own.strip("."))
         return name
 
     def heads_of(self, layer: LayerSpec) -> Heads:
@@ -294,7 +302,8 @@ class ModelConfig:
             ),
             has_kv_scales=has_kv_scales(config),
             has_fused_qkv=family.fused == "all",
-            has_fused_mlp=family.fused != "",
+            has_fused_mlp=family.fused in ("mlp", "all"),
+            may_fuse_mlp=family.fused == "maybe_mlp",
             has_rope_pairs=family.has_rope_pairs,
             tensor_names=_tensor_names(config, family),
             latent=latent,
@@ -385,6 +394,8 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.has_rotary_dim and config.get("rotary_dim") is not None:
         share = size(config, "rotary_dim") / size(filled, "head_dim")
         filled.setdefault("partial_rotary_factor", share)
+    if family.has_clamped_gates and filled.get("hidden_act") == "swigluoai":
+        filled["hidden_act"] = "silu"  # MiniMax M3's name of clamped gates
     if family.has_mimo_layers and config.get("sliding_window_size") is not None:
         filled["sliding_window"] = size(config, "sliding_window_size") + 1
     pattern = config.get("hybrid_override_pattern")
@@ -416,7 +427,10 @@ def _adjusted(config: Mapping[str, Any]) -> int:
 def _tensor_names(config: Mapping[str, Any], family: Family) -> Mapping[str, str]:
     if has_experts(config, family):
         return family.tensor_names
-    return {**family.tensor_names, ".mlp.shared_experts.": ".mlp."}
+    return {
+        own: ours.replace(".mlp.shared_experts.", ".mlp.")
+        for own, ours in family.tensor_names.items()
+    }
 
 
 def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:

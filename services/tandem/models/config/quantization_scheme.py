@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-Coding = Literal["scaled", "packed", "gptq", "awq"]
+Coding = Literal["scaled", "packed", "fp4", "gptq", "awq"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,9 @@ class Scheme:
 
     scaled: `weight` in fp8 or int8, and `weight_scale` or `weight_scale_inv`.
     packed: `weight_packed`, `weight_scale` and `weight_zero_point` (compressed-tensors).
+    fp4: `weight_packed` and `weight_scale` (compressed-tensors). Numbers are E2M1. With groups of
+        16 inputs (NVFP4), scales are E4M3 and there is `weight_global_scale`, by which they are
+        divided. With groups of 32 (MXFP4), scales are powers of 2.
     gptq, awq: `qweight`, `qzeros` and `scales`, stored as [in, out].
     """
 
@@ -47,6 +50,8 @@ class Scheme:
         per weight. fp8 matrices have scales for each output."""
         if self.is_float:
             return 1.04
+        if self.coding == "fp4" and self.group_size == 16:  # It becomes bfloat16.
+            return 16 / 4.5
         return 4.5 / 4 if self.bits == 4 else 8.5 / 8
 
 

@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any
 from tandem.errors import UnsupportedModel
 from tandem.models.gguf.deepseek import deepseek_config
 from tandem.models.gguf.end_tokens import end_token_ids
+from tandem.models.gguf.families import (
+    WITH_EXPERTS,
+    WITH_PARTIAL_ROPE,
+    WITH_WINDOWS,
+    family_config,
+)
 from tandem.models.gguf.metadata import GgufMetadata
 from tandem.models.gguf.neutral import check_neutral
 from tandem.models.gguf.rope import rope_scaling
@@ -35,6 +41,19 @@ ARCHITECTURES = {
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    "glm4": ("Glm4ForCausalLM", "glm4"),
+    "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
+    "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
+    "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+    "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
+    "exaone4": ("Exaone4ForCausalLM", "exaone4"),
+    "cohere2": ("Cohere2ForCausalLM", "cohere2"),
 }
 _GEMMAS = ("gemma2", "gemma3")
 # Numbers of layers by which files of Gemma 2 27B and Gemma 3 27B are recognized. Only in these two
@@ -42,7 +61,7 @@ _GEMMAS = ("gemma2", "gemma3")
 # compute it from the head size.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 # Values of general.architecture whose models may have experts. With experts, llama means Mixtral.
-_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")
+_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2", *WITH_EXPERTS)
 # Keys whose value must equal attention.key_length, because config.json has one head size. Latent
 # attention is an exception.
 _HEAD_SIZE_KEYS = (
@@ -85,19 +104,24 @@ def hf_config(
     context_length = metadata.size("context_length")
     theta = metadata.number("rope.freq_base", 10000.0)
     _check_supported(metadata, head_dim=head_dim)
+    # A file in which all layers have experts may lack the size of dense MLPs, which nothing uses.
+    expert_inner = metadata.size("expert_feed_forward_length", None)
+    inner_default = {} if expert_inner is None else {"default": expert_inner}
+    # A file counts layers that predict further tokens, which are not computed.
+    num_layers = metadata.size("block_count") - metadata.count("nextn_predict_layers", 0)
     config = {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": len(metadata.tokens()),
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.size("feed_forward_length"),
-        "num_hidden_layers": metadata.size("block_count"),
+        "intermediate_size": metadata.size("feed_forward_length", **inner_default),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.size("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": context_length,
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        **_norm_eps(metadata),
         "rope_theta": theta,
         "rope_scaling": rope_scaling(metadata, theta=theta, tables=rope_tables),
         "tie_word_embeddings": "output.weight" not in tensor_names,
@@ -107,16 +131,21 @@ def hf_config(
     }
     if metadata.architecture == "deepseek2":
         more = deepseek_config(metadata)
+    elif metadata.architecture in WITH_EXPERTS:
+        more = {}
     else:
         more = _experts(metadata) | _granite(metadata)
     more |= _window(metadata)
+    more |= family_config(metadata, head_dim=head_dim, tensor_names=tensor_names)
     if metadata.architecture == "phi3":
-        more |= _phi3(metadata, head_dim=head_dim)
+        more |= _phi3(metadata)
     if metadata.architecture == "gpt-oss" and config["rope_scaling"] is None:
         # Without this entry, transformers would use YaRN, its default for gpt-oss.
         config["rope_scaling"] = {"rope_type": "default"}
     if metadata.architecture in _GEMMAS:
         more = _gemma(metadata, head_dim=head_dim, wide=hidden_size // num_heads)
+    if more.get("model_type") == "olmo3":
+        more |= _ropes_by_kind(metadata, config, theta=theta)
     return config | more | metadata.special_ids(**_SPECIAL)
 
 
@@ -151,11 +180,29 @@ def _check_supported(metadata: GgufMetadata, *, head_dim: int) -> None:
         )
     for key in _HEAD_SIZE_KEYS if metadata.architecture != "deepseek2" else ():
         size = metadata.size(key, head_dim)
-        is_partial = metadata.architecture == "phi3" and key == "rope.dimension_count"
+        is_partial = metadata.architecture in WITH_PARTIAL_ROPE and key == "rope.dimension_count"
         if size != head_dim and not is_partial:
             raise UnsupportedModel(
                 f"{key} {size} is not supported; it must equal the head size {head_dim}"
             )
+
+
+def _ropes_by_kind(
+    metadata: GgufMetadata, config: dict[str, Any], *, theta: float
+) -> dict[str, Any]:
+    """Returns the RoPE parameters of OLMo 3, in which layers with a window have no scaling."""
+    full = {"rope_theta": theta} | (config["rope_scaling"] or {"rope_type": "default"})
+    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", theta)}
+    return {
+        "rope_scaling": None,
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def _norm_eps(metadata: GgufMetadata) -> dict[str, float]:
+    if metadata.architecture == "cohere2":  # whose norms are LayerNorms
+        return {}
+    return {"rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon")}
 
 
 def _experts(metadata: GgufMetadata) -> dict[str, Any]:
@@ -176,13 +223,9 @@ def _experts(metadata: GgufMetadata) -> dict[str, Any]:
     return experts | {"moe_intermediate_size": inner, "norm_topk_prob": True}
 
 
-def _phi3(metadata: GgufMetadata, *, head_dim: int) -> dict[str, Any]:
-    rotated = metadata.size("rope.dimension_count", head_dim)
+def _phi3(metadata: GgufMetadata) -> dict[str, Any]:
     window = metadata.count("attention.sliding_window", 0)
-    config: dict[str, Any] = {
-        "partial_rotary_factor": rotated / head_dim,
-        "sliding_window": window or None,
-    }
+    config: dict[str, Any] = {"sliding_window": window or None}
     original = metadata.size("rope.scaling.original_context_length", None)
     if original is not None:
         config["original_max_position_embeddings"] = original
@@ -225,7 +268,7 @@ def _window(metadata: GgufMetadata) -> dict[str, Any]:
     Raises UnsupportedModel if only some layers have the window, except for gpt-oss.
     """
     window = metadata.count("attention.sliding_window", 0)
-    if not window or metadata.architecture in (*_GEMMAS, "phi3"):
+    if not window or metadata.architecture in (*_GEMMAS, "phi3", *WITH_WINDOWS):
         return {}
     # In gpt-oss models, the layers 0, 2, 4 and so on have a window.
     if metadata.architecture == "gpt-oss":

@@ -36,7 +36,7 @@ CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
 CONVERSION_FILE = "tandem_conversion.json"
 
 # Part of the cache key. It must be incremented with every change to the output of a conversion.
-_VERSION = 7
+_VERSION = 8
 _KEY_BYTES = 1 << 20
 _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|FP32)$", re.I)
 
@@ -170,14 +170,19 @@ def _rope_tables(tensors: list[StoredTensor]) -> dict[str, np.ndarray]:
 
 
 def _convert(files: Sequence[Path], folder: Path) -> None:
-    from tandem.models.gguf.names import ROPE_TABLES, hf_name
+    from tandem.models.gguf.names import ROPE_TABLES, hf_name, unused_layers
     from tandem.models.gguf.tokenizer import write_tokenizer
 
     with naming(files[0]):
         stored, metadata, config, generation = _read(files)
         # This call raises UnsupportedModel if the model cannot be run.
         ModelConfig.from_hf(config, generation)
-        tensors = [tensor for tensor in stored if tensor.name not in ROPE_TABLES]
+        unused = unused_layers(tensor.name for tensor in stored)
+        tensors = [
+            tensor
+            for tensor in stored
+            if tensor.name not in ROPE_TABLES and not tensor.name.startswith(unused)
+        ]
         for tensor in tensors:
             # This call raises UnsupportedModel if the tensor is unknown.
             hf_name(tensor.name, config["architectures"][0])

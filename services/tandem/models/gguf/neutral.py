@@ -48,6 +48,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "swin_norm": (False,),
     "use_parallel_residual": (False,),
 }
+_NEXTN: dict[str, tuple[Any, ...] | None] = {"nextn_predict_layers": None}
 # Architecture -> key -> rule that replaces the key's rule in `_NEUTRAL`. None: another module reads
 # the key, so every value is allowed here. Tuple: the allowed values.
 _READ: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
@@ -65,6 +66,24 @@ _READ: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
         ("attention.scale", "embedding_scale", "logit_scale", "residual_scale"), None
     ),
     "phi3": {"rope.scaling.attn_factor": None},
+    "cohere2": {"logit_scale": None},
+    "ernie4_5-moe": dict.fromkeys(
+        ("expert_shared_count", "interleave_moe_layer_step", "leading_dense_block_count"), None
+    ),
+    "exaone4": _NEXTN,
+    "glm4": _NEXTN,
+    "glm4moe": _NEXTN
+    | dict.fromkeys(
+        (
+            *("expert_gating_func", "expert_group_count", "expert_shared_count"),
+            *("expert_weights_norm", "expert_weights_scale", "leading_dense_block_count"),
+        ),
+        None,
+    ),
+    "hunyuan-moe": {"expert_shared_count": None},
+    "minimax-m2": {"expert_gating_func": None},
+    "qwen35": _NEXTN,
+    "qwen35moe": _NEXTN,
 }
 
 

@@ -14,10 +14,11 @@ import gguf
 import torch
 
 from tandem.errors import UnsupportedModel
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.gguf.headers import read_headers
 from tandem.models.gguf.layout import StoredTensor
-from tandem.models.gguf.names import num_permuted_heads, stored_offset
+from tandem.models.gguf.names import A_LOG, has_tiled_heads, num_permuted_heads, stored_offset
 from tandem_kernels.blocks import Q4_Z32, Q4_Z64, TYPES, widen
 from tandem_kernels.native import library
 
@@ -52,6 +53,11 @@ class GgufBlocks:
     # 0: the rows are in Hugging Face's order. Otherwise the number of heads, and the rows of each
     # head are in llama.cpp's order (see `unpermute`).
     num_heads: int = 0
+    # int64 [rows]: row i in Hugging Face's order is the stored row row_order[i]. None: see
+    # `num_heads`.
+    row_order: torch.Tensor | None = None
+    # True: the unquantized values are -exp(value of the Hugging Face file).
+    is_decay: bool = False
     # int32 [in]: position p of a stored row has the weight of input order[p]. None: the inputs are
     # stored in their own order.
     order: torch.Tensor | None = None
@@ -63,6 +69,8 @@ class GgufBlocks:
 
     def rows(self) -> torch.Tensor:
         """Returns `data` with rows in Hugging Face's order."""
+        if self.row_order is not None:
+            return self.data[self.row_order]
         return unpermute(self.data, self.num_heads) if self.num_heads else self.data
 
     def matrices(self) -> list[GgufBlocks]:
@@ -73,7 +81,8 @@ class GgufBlocks:
     def in_order(self, rows: torch.Tensor) -> GgufBlocks:
         """Returns a copy of the rows with the indices `rows`, counted in Hugging Face's order."""
         shape = len(rows), self.shape[-1]
-        return replace(self, data=self.rows()[rows], shape=shape, num_heads=0)
+        data = self.rows()[rows] if self.row_order is None else self.data[self.row_order[rows]]
+        return replace(self, data=data, shape=shape, num_heads=0, row_order=None)
 
     def between(self, first: int, end: int) -> GgufBlocks:
         """Returns the rows [first, end), counted in stored order, as a view of the same memory."""
@@ -81,7 +90,7 @@ class GgufBlocks:
 
     def to(self, device: torch.device) -> GgufBlocks:
         """Copies the tensor to a device, with rows in Hugging Face's order."""
-        return replace(self, data=self.rows().to(device), num_heads=0)
+        return replace(self, data=self.rows().to(device), num_heads=0, row_order=None)
 
     def numbers(self) -> torch.Tensor:
         """Returns the values: unquantized tensors in their own dtype, quantized ones in float32.
@@ -90,7 +99,9 @@ class GgufBlocks:
         """
         rows = self.rows()
         if self.dtype is not None:
-            numbers = rows.view(self.dtype).reshape(self.shape)
+            numbers = self._in_order_of_inputs(rows.view(self.dtype).reshape(self.shape))
+            if self.is_decay:
+                return torch.log(-numbers.float())
             return numbers.float() - self.offset if self.offset else numbers
         if rows.device.type == "cpu" and (native := library.load()):
             wide = torch.empty(self.shape)
@@ -100,7 +111,8 @@ class GgufBlocks:
         if can_widen(self.type):
             return self._in_order_of_inputs(widen(rows, self.type).view(self.shape))
         try:
-            return torch.from_numpy(gguf.dequantize(rows.numpy(), self.type)).reshape(self.shape)
+            wide = torch.from_numpy(gguf.dequantize(rows.numpy(), self.type))
+            return self._in_order_of_inputs(wide.reshape(self.shape))
         except NotImplementedError as error:
             raise UnsupportedModel(
                 f"a tensor is of type {self.type.name}, which the gguf package cannot dequantize"
@@ -134,7 +146,7 @@ def read_tensors(files: Sequence[Path], config: ModelConfig) -> dict[str, GgufBl
     """
     headers = read_headers(files, config.architecture)
     data = {file: _map(file) for file in files}
-    return {name: _blocks(data[each.file], each, config) for name, each in headers.items()}
+    return {name: _blocks(name, data[each.file], each, config) for name, each in headers.items()}
 
 
 def unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -156,7 +168,9 @@ def _map(file: Path) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _blocks(data: torch.Tensor, stored: StoredTensor, config: ModelConfig) -> GgufBlocks:
+def _blocks(name: str, data: torch.Tensor, stored: StoredTensor, config: ModelConfig) -> GgufBlocks:
+    if has_tiled_heads(config.architecture) and "linear_attn." in name:
+        return _of_tiled_heads(name, data, stored, config)
     num_heads = num_permuted_heads(stored.name, config)
     if num_heads and stored.shape[0] % (2 * num_heads):
         raise UnsupportedModel(
@@ -166,4 +180,38 @@ def _blocks(data: torch.Tensor, stored: StoredTensor, config: ModelConfig) -> Gg
     num_rows = stored.shape[0] if num_heads else math.prod(stored.shape[:-1])
     rows = data[stored.begin : stored.end].view(num_rows, -1)
     offset = stored_offset(stored.name, config.architecture)
-    return GgufBlocks(rows, stored.type, stored.shape, offset, num_heads)
+    return GgufBlocks(
+        rows, stored.type, stored.shape, offset, num_heads, is_decay=name.endswith(A_LOG)
+    )
+
+
+def _of_tiled_heads(
+    name: str, data: torch.Tensor, stored: StoredTensor, config: ModelConfig
+) -> GgufBlocks:
+    """Returns a tensor of a layer with linear attention whose value heads are in llama.cpp's order
+    (`has_tiled_heads`)."""
+    sizes = next(layer.linear for layer in config.layers if isinstance(layer.linear, GatedDelta))
+    heads = sizes.group, sizes.num_key_heads
+    bytes_of_tensor = data[stored.begin : stored.end]
+    is_decay = name.endswith(A_LOG)
+    if name.endswith("out_proj.weight"):
+        order = torch.arange(sizes.num_value_heads * sizes.value_dim, dtype=torch.int32)
+        order = order.view(*reversed(heads), -1).transpose(0, 1).flatten()
+        rows = bytes_of_tensor.view(stored.shape[0], -1)
+        is_same = sizes.group == 1
+        return GgufBlocks(rows, stored.type, stored.shape, order=None if is_same else order)
+    if name.endswith("norm.weight"):
+        return GgufBlocks(bytes_of_tensor.view(1, -1), stored.type, stored.shape)
+    # The rows of the value heads, which are the last ones of the tensor.
+    num = sizes.num_value_heads
+    if name.endswith(("qkv.weight", "z.weight", "conv1d.weight")):
+        num *= sizes.value_dim
+    first = stored.shape[0] - num
+    if first < 0:
+        raise UnsupportedModel(
+            f"{stored.name} has {stored.shape[0]} rows; it must have at least {num}"
+        )
+    of_values = torch.arange(num).view(*heads, -1).transpose(0, 1).flatten()
+    row_order = torch.cat([torch.arange(first), first + of_values])
+    rows = bytes_of_tensor.view(stored.shape[0], -1)
+    return GgufBlocks(rows, stored.type, stored.shape, row_order=row_order, is_decay=is_decay)

@@ -35,6 +35,11 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 # o200k_base (GPT-4o): a word is a run of upper-case letters followed by a run of lower-case
 # letters, such as HTMLpage, HTML or page.
@@ -87,22 +92,24 @@ _DEEPSEEK3 = (
 )
 
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-_NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
+_NFC_NAMES = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r")
 _BEGINNING_WITH_BOS = (*_LLAMA3_NAMES, "tekken")
 _IGNORING_MERGES = (*_LLAMA3_NAMES, "tekken")
 # Value of tokenizer.ggml.pre -> regular expressions that split a text before BPE. The first one
 # splits the text, and each following one splits the pieces further.
 _PATTERNS = {
-    **dict.fromkeys(("gpt-2", "olmo"), (_GPT2,)),
-    **dict.fromkeys(("smollm", "refact"), (r"\p{N}", _GPT2)),
-    **dict.fromkeys((*_LLAMA3_NAMES, "smaug-bpe", "dbrx"), (_LLAMA3,)),
-    **dict.fromkeys(_NFC_NAMES, (_QWEN2,)),
-    "gpt-4o": (_GPT_4O,),
+    **dict.fromkeys(("gpt-2", "olmo", "exaone4"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "refact", "command-r"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys((*_LLAMA3_NAMES, "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "hunyuan"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
+    "seed-coder": (_SEED,),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), (_GPT_4O,)),
     "tekken": (_TEKKEN,),
     "kimi-k2": (_KIMI_K2,),
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,
-    "deepseek-v3": _DEEPSEEK3,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
 

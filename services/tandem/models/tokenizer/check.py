@@ -63,7 +63,7 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
 
     The generator yields a message before each test. If a test does not end, the last message names
     the text. The caller must limit the time and memory of the process."""
-    began = time.monotonic()
+    began = time.process_time()  # On a busy machine, a good tokenizer takes long, too.
     _check_growth(tokenizer)
     around = len(tokenizer.encode("").ids)
     if around > _AROUND_MAX:
@@ -88,8 +88,10 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
                 f"the tokenizer decodes {len(ids)} tokens to a text of {num_characters} "
                 f"characters; at most {characters_max} characters are allowed"
             )
-        if time.monotonic() - began > TEXTS_S:
-            raise ConfigError(f"the tokenizer takes more than {TEXTS_S:g} s for a few short texts")
+        if time.process_time() - began > TEXTS_S:
+            raise ConfigError(
+                f"the tokenizer takes more than {TEXTS_S:g} s of CPU time for a few short texts"
+            )
 
 
 def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:

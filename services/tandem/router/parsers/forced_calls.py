@@ -276,7 +276,7 @@ def _definition(reference: str, shared: Mapping[str, Any]) -> Any:
         found = found.get(part) if isinstance(found, Mapping) else None
     if found is None or not path:
         raise ValueError(
-            f"the reference {reference[:80]!r} in the function's parameters names no definition"
+            f"the function's parameters refer to {reference[:80]!r}, which is not defined"
         )
     return found
 

@@ -17,7 +17,9 @@ from tandem.engine.executor.collectives import Collectives
 from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks.nccl import NcclCollectives
 from tandem.engine.executor.ranks.shared_memory import SharedMemoryCollectives
+from tandem.engine.executor.sharded_logits import whole_logits
 from tandem_kernels.native.library import RankEnded
+from tandem_kernels.sampling import Draw, sample
 
 NUM_RANKS = 3
 ROWS = 5
@@ -27,6 +29,17 @@ KINDS = ("shared memory", "torch.distributed")
 def whole(width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(ROWS, width, generator=generator).to(dtype)
+
+
+def logits(vocab_size: int) -> torch.Tensor:
+    """Logits of which many are equal, with zeros of both signs, infinities and NaN."""
+    rows = whole(vocab_size, torch.float32, 5).round()
+    rows[1] = -0.0
+    rows[1, 7] = 0.0
+    rows[2, 40] = float("inf")
+    rows[3] = float("-inf")
+    rows[4, [90, 33]] = -float("nan")
+    return rows
 
 
 def make(kind: str, memory: RankMemory) -> Collectives:
@@ -60,6 +73,11 @@ def _serve(pipe: Connection[Any, Any], rank: int, parent_pid: int, memory_fd: in
                 own = ranks.share.of(width)
                 x = whole(width, dtype, seed)[:, own.start : own.stop]
                 pipe.send(ranks.gather(x, width).clone())
+            elif kind == "logits":
+                vocab_size, top_k = arguments
+                own = ranks.share.of(vocab_size)
+                x = logits(vocab_size)[:, own.start : own.stop]
+                pipe.send(whole_logits(ranks, x, vocab_size, top_k).clone())
             elif kind == "broadcast":
                 x = torch.full((3,), rank + 7)
                 ranks.broadcast(x)
@@ -129,6 +147,28 @@ def test_all_ranks_get_the_same_whole(kind: str, start: Callable[[str], Ranks]) 
         tolerance = 1e-6 if dtype == torch.float32 else 0.05
         torch.testing.assert_close(first.double(), exact, rtol=tolerance, atol=tolerance)
         assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_all_logits(kind: str, start: Callable[[str], Ranks]) -> None:
+    vocab_size = 100
+    ranks = start(kind)
+    expected = logits(vocab_size)
+    for top_k in (1, 2, 16):
+        found = ranks.call("logits", vocab_size, top_k)[0]
+        is_read = torch.ones_like(found, dtype=torch.bool)
+        if top_k * NUM_RANKS * 2 <= vocab_size:
+            is_read = found > float("-inf")
+            assert is_read[0].sum() == top_k * NUM_RANKS
+        assert torch.equal(found[:2][is_read[:2]], expected[:2][is_read[:2]])
+        for min_p, temperature in ((0.0, 0.0), (0.0, 0.8), (0.5, 3.0)):
+            draws = [
+                Draw(temperature, k, 0.9, min_p, seed, position=9)
+                for seed, k in enumerate([top_k, 1, top_k, max(1, top_k - 3), top_k])
+            ]
+            assert sample(found, draws) == sample(expected, draws)
+    for found in ranks.call("logits", vocab_size, 0):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_no_rank_waits_for_one_that_has_ended(start: Callable[[str], Ranks]) -> None:

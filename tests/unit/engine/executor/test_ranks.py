@@ -12,6 +12,7 @@ import torch
 
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
+from tandem.common.sampling_params import SamplingParams
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
@@ -20,12 +21,14 @@ from tandem.models.folder import ModelFolder
 from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import RankEnded
 from tandem_kernels.sampling import Draw
+from tests.engine_driver import Outcome, make_spec
 from tests.lora_adapters import ALL, describe, write_adapter
 from tests.model_engines import make_model_engine
 from tests.step_batches import mixed_steps, place
 from tests.tiny_models import FAMILIES, make_tiny_model
 from tests.unit.engine.executor.test_lora import add, run
 from tests.unit.engine.tiers.test_tiers import run as answer
+from tests.unit.engine.tiers.test_tiers import settle
 
 PROMPTS = [[(7 * i + 3 * size) % 200 for i in range(size)] for size in (40, 17, 5, 33)]
 CHUNKS = (1, 3, 16, 40)
@@ -170,6 +173,12 @@ def test_decode_steps_have_the_same_rows_on_all_ranks(tmp_path: Path) -> None:
             for order in ((0, 1, 2, 3), (3, 1, 0), (1, 3, 0), (2, 0, 1)):
                 batch = StepBatch([sequences[i].take(1) for i in order])
                 found.append(runner.forward(batch).clone())
+            few = runner.forward(StepBatch(batch.slices, top_k=3))
+            is_read = few > float("-inf")
+            num_read = 6 if num_ranks > 1 else runner.vocab_size
+            assert is_read.sum(1).tolist() == [num_read] * 3
+            assert torch.equal(few[is_read], found[-1][is_read])
+            assert torch.equal(few.topk(3).indices, found[-1].topk(3).indices)
             greedy = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
             tokens = runner.start_sampling(found[-1], [greedy] * 3)
             ahead = [sequences[i].take(1)._replace(token_ids=[-1 - i]) for i in (2, 0, 1)]
@@ -291,6 +300,50 @@ def test_copies_on_disk_do_not_depend_on_the_number_of_ranks(
         CachedTokens(disk=64),
     ]
     assert found[0].token_ids == found[1].token_ids
+
+
+def test_samplings_of_few_logits_exchange_no_others(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path)
+    some = {"temperature": 0.7, "seed": 3}
+    samplings = {
+        "greedy": (SamplingParams(temperature=0), 1),
+        "top k": (SamplingParams(**some, top_k=5, top_p=0.9), 5),
+        "any": (SamplingParams(**some), 0),
+        "penalty": (SamplingParams(temperature=0, repetition_penalty=1.5), 0),
+        "log probabilities": (SamplingParams(temperature=0, logprobs=2), 0),
+    }
+    tokens: list[dict[str, list[int]]] = []
+    for num_ranks in (1, 2):
+        engine, runner = make_model_engine(
+            folder, tensor_parallel=num_ranks, num_blocks=40, dtype="float32", **INVARIANT
+        )
+        forward, seen = runner.forward, list[tuple[int, torch.Tensor]]()
+
+        def watched(
+            batch: StepBatch,
+            told: Any = None,
+            forward: Any = forward,
+            seen: list[tuple[int, torch.Tensor]] = seen,
+        ) -> torch.Tensor:
+            logits = forward(batch, told)
+            seen.append((batch.top_k, logits.clone()))
+            return logits
+
+        runner.forward = watched  # type: ignore[method-assign]
+        tokens.append({})
+        for name, (sampling, top_k) in samplings.items():
+            seen.clear()
+            outcome = Outcome()
+            engine.add(make_spec(name, PROMPTS[0], sampling=sampling, max_tokens=6))
+            settle(engine, outcome)
+            tokens[-1][name] = outcome.token_ids[name]
+            is_sharded = num_ranks > 1
+            assert {found for found, _ in seen} == {top_k if is_sharded else 0}
+            num_exchanged = 2 * top_k if top_k and is_sharded else runner.vocab_size
+            assert all((logits > float("-inf")).sum() == num_exchanged for _, logits in seen), name
+        engine.close()
+        runner.close()
+    assert tokens[0] == tokens[1]
 
 
 def test_a_broken_adapter_is_refused_and_the_ranks_go_on(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ NUM_WARPS = {
     "_shrink": lora.NUM_WARPS,
     "_expand": lora.NUM_WARPS,
     "_choose_experts": expert_choice.NUM_WARPS,
+    "_scan_rows": linear_attention.NUM_WARPS,
     "_prepare_chunks": linear_attention.NUM_WARPS,
     "_solve_chunks": linear_attention.NUM_WARPS,
     "_scan_chunks": linear_attention.NUM_WARPS,
@@ -122,7 +123,8 @@ def grouped(
     return grouped_linear._grouped_linear, types, constants
 
 
-LATENTS = {"absorbed": "*bf16", "rotated": "*bf16", "kv": "*bf16", "scale": "fp32"}
+LATENTS = {"absorbed": "*bf16", "turning": "*bf16", "kv": "*bf16", "scale": "fp32"}
+LATENTS |= {"cosines": "*fp32", "sines": "*fp32"}
 LATENTS |= {"block_tables": "*i32", "context_lens": "*i32"}
 DEEPSEEK = {"NUM_HEADS": 128, "RANK": 512, "BLOCK_RANK": 512, "ROPE": 64}
 DEEPSEEK |= {"BLOCK_SIZE": 16}
@@ -210,10 +212,20 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         DEEPSEEK | {"BLOCK_ROPE": 64, "DEVICE": "card"},
     ),
     (
-        latent_cache._rotate_and_store_latents,
-        dict.fromkeys(("queries", "kv", "rotated", "pool", "norm"), "*bf16")
+        latent_cache._norm_and_store_latents,
+        dict.fromkeys(("queries", "q_norm", "out", "kv", "pool", "norm"), "*bf16")
         | {"cosines": "*fp32", "sines": "*fp32", "slots": "*i32", "eps": "fp32"},
-        DEEPSEEK | {"Q_DIM": 192, "PAIRS": 32, "HEADS": 16},
+        {"Q_RANK": 1536, "BLOCK_Q_RANK": 2048, "RANK": 512, "BLOCK_RANK": 512}
+        | {"ROPE": 64, "PAIRS": 32, "BLOCK_SIZE": 16},
+    ),
+    *(
+        (
+            latent_decode._project_splits,
+            {"partials": "*fp32", "log_sums": "*fp32", "values": "*bf16", "out": "*bf16"},
+            {"NUM_HEADS": 128, "RANK": 512, "NUM_VALUES": 128, "BLOCK_VALUES": 128}
+            | {"SEQS": seqs, "SPLITS": 64 // seqs, "RANKS": 64},
+        )
+        for seqs in (1, 16)
     ),
     (
         lora._shrink,

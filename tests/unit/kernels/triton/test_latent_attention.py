@@ -9,7 +9,7 @@ import torch
 
 from tandem_kernels import norm, rope
 from tandem_kernels.triton.decode_attention import Splits
-from tandem_kernels.triton.latent_cache import rotate_and_store_latents
+from tandem_kernels.triton.latent_cache import norm_and_store_latents
 from tandem_kernels.triton.latent_decode import choose_latent_splits, latent_decode_attention
 from tandem_kernels.triton.latent_loop import LatentQueries
 from tandem_kernels.triton.latent_prefill import latent_prefill_attention
@@ -35,15 +35,26 @@ def paged_latents(
 def random_queries(
     num_tokens: int, num_heads: int, rank: int, rope: int, dtype: torch.dtype, device: torch.device
 ) -> LatentQueries:
-    """Queries as the products leave them: the absorbed ones lie head by head."""
+    """Queries as the products leave them: the absorbed ones lie head by head, and the others are
+    the ends of wider rows."""
     generator = torch.Generator().manual_seed(3)
     absorbed = torch.randn(num_heads, num_tokens, rank, generator=generator).to(device, dtype)
-    rotated = torch.randn(num_tokens, num_heads, rope, generator=generator).to(device, dtype)
-    return LatentQueries(absorbed.transpose(0, 1), rotated)
+    heads = torch.randn(num_tokens, num_heads, 8 + rope, generator=generator).to(device, dtype)
+    places = torch.randint(0, 9999, (num_tokens,), generator=generator)
+    return LatentQueries(absorbed.transpose(0, 1), heads[..., 8:], *angles_at(places, rope, device))
+
+
+def angles_at(
+    positions: torch.Tensor, rope_dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = rope.rotary_frequencies(rope_dim, 10_000.0)
+    cosines, sines = rope.rotary_angles(positions, frequencies, 1.1)
+    return cosines.to(device), sines.to(device)
 
 
 def expected_of(paged: Paged, seq: int, queries: LatentQueries) -> torch.Tensor:
-    whole = torch.cat((queries.absorbed, queries.rotated), -1)
+    rotated = rope.rotate(queries.turning, (queries.cosines, queries.sines))
+    whole = torch.cat((queries.absorbed, rotated), -1)
     return paged.attention(seq, whole)[..., : queries.absorbed.shape[-1]]
 
 
@@ -139,6 +150,36 @@ def test_dtypes(dtype: torch.dtype, kv_dtype: str, device: torch.device) -> None
     check_prefill([(41, 30), (0, 9)], device, dtype=dtype, kv_dtype=kv_dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_seqs", "num_splits"), [(1, 1), (2, 64), (4, 3), (5, 4), (19, 8)])
+def test_products_with_the_matrices_of_heads(
+    num_seqs: int, num_splits: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    num_heads, rank, rope_dim = 3, 72, 8
+    lens = [(0, 300, 1, 65)[i % 4] for i in range(1, num_seqs + 1)]
+    paged = paged_latents(lens, rank + rope_dim, 16, name_of(dtype), device)
+    queries = random_queries(num_seqs, num_heads, rank, rope_dim, dtype, device)
+    values = torch.randn(num_heads, 24, rank, generator=torch.Generator().manual_seed(7))
+    values = values.to(device, dtype)
+    attended, projected = (
+        latent_decode_attention(
+            queries,
+            paged.layer,
+            paged.block_tables,
+            paged.context_lens,
+            splits=Splits(num_splits, num_splits),
+            scale=0.1,
+            values=each,
+        )
+        for each in (None, values)
+    )
+    assert projected.shape == (num_seqs, num_heads, 24)
+    assert projected.is_contiguous()
+    tolerance = TOLERANCES[dtype]
+    expected = torch.einsum("thr,hvr->thv", attended.float(), values.float())
+    torch.testing.assert_close(projected.float(), expected, rtol=tolerance, atol=10 * tolerance)
+
+
 @pytest.mark.parametrize(
     "chunks",
     [
@@ -170,11 +211,13 @@ def test_the_published_sizes(device: torch.device) -> None:
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("num_heads", "rank", "rope_dim"), [(1, 16, 4), (6, 40, 8), (37, 24, 10)])
-def test_rotation_and_cache_write(
-    num_heads: int,
+@pytest.mark.parametrize(
+    ("rank", "rope_dim", "has_latents"), [(16, 4, False), (40, 8, True), (24, 10, True)]
+)
+def test_norms_and_cache_write(
     rank: int,
     rope_dim: int,
+    has_latents: bool,
     dtype: torch.dtype,
     norm_dtype: torch.dtype,
     kv_dtype: str,
@@ -182,24 +225,27 @@ def test_rotation_and_cache_write(
 ) -> None:
     if dtype == torch.float32 and norm_dtype == torch.bfloat16:
         pytest.skip("weights of norms are of the dtype of rows, or fp32")
-    block_size, plain, width = 12, 20, rank + rope_dim
+    block_size, width = 12, rank + rope_dim
     ours, theirs = (paged_latents([30, 9], width, block_size, kv_dtype, device) for _ in range(2))
     slots = torch.tensor([3 * block_size + 5, -1, 0, 2 * block_size - 1], device=device)
     generator = torch.Generator().manual_seed(4)
-    q_width = num_heads * (plain + rope_dim)
-    projected = torch.randn(4, q_width + width, generator=generator).to(device, dtype)
-    heads = projected[:, :q_width].unflatten(1, (num_heads, plain + rope_dim))
-    kv = projected[:, q_width:]
-    weight = torch.randn(rank, generator=generator).to(device, norm_dtype)
-    frequencies = rope.rotary_frequencies(rope_dim, 10_000.0).to(device)
-    angles = rope.rotary_angles(torch.tensor([5, 0, 300, 99999], device=device), frequencies, 1.1)
-
+    projected = torch.randn(4, 33 + width, generator=generator).to(device, dtype)
+    queries, kv = projected[:, :33], projected[:, 33:]
+    weight, q_weight = (
+        torch.randn(n, generator=generator).to(device, norm_dtype) for n in (rank, 33)
+    )
+    angles = angles_at(torch.tensor([5, 0, 300, 99999]), rope_dim, device)
     layer_kv = ours.layer
-    rotated = rotate_and_store_latents(heads, kv, angles, slots, layer_kv, norm=weight, eps=EPS)
+    given = {"queries": queries, "q_norm": q_weight} if has_latents else {}
+
+    normed = norm_and_store_latents(kv, angles, slots, layer_kv, norm=weight, eps=EPS, **given)
 
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    expected = rope.rotate(heads[..., plain:], angles)
-    torch.testing.assert_close(rotated, expected, rtol=tolerance, atol=tolerance)
+    if has_latents:
+        expected = norm.rms_norm(queries, q_weight, EPS)
+        torch.testing.assert_close(normed, expected, rtol=tolerance, atol=tolerance)
+    else:
+        assert normed is None
     latents = norm.rms_norm(kv[:, :rank], weight, EPS)
     keys = rope.rotate(kv[:, None, rank:], angles).squeeze(1)
     stored = torch.cat((latents, keys), 1)[slots >= 0].unsqueeze(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import Olmo3Config
 
 from tandem.errors import UnsupportedModel
 from tandem.models.config.gemma3n import AltUp
@@ -141,3 +142,17 @@ def test_a_scaling_with_alpha_is_hunyuans_alone() -> None:
     assert (scaling.kind, scaling.factor) == ("alpha", 1000.0)
     with pytest.raises(UnsupportedModel, match="rope scaling 'alpha' is not supported"):
         read("Llama", **scaled)
+
+
+def test_layers_of_olmo_3_have_one_theta_and_scaling_without_a_window() -> None:
+    """The form of the published files, which transformers reads so."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    for theta in (500000.0, 10000.0):
+        given = Olmo3Config(
+            **SIZES, layer_types=TYPES, rope_theta=theta, rope_scaling=dict(scaling)
+        )
+        config = read("Olmo3", layer_types=TYPES, rope_theta=theta, rope_scaling=scaling)
+        for layer, kind in zip(config.layers, TYPES, strict=True):
+            expected = given.rope_parameters[kind]
+            assert layer.rope.theta == expected["rope_theta"]
+            assert (layer.rope.scaling is not None) == (expected["rope_type"] == "yarn")

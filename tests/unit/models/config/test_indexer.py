@@ -25,6 +25,20 @@ GLM5: dict[str, Any] = {
 }
 
 
+M3: dict[str, Any] = {
+    "architectures": ["MiniMaxM3VLForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"partial_rotary_factor": 0.5},
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+}
+
+
 def full_layers(**changes: Any) -> list[int]:
     config = ModelConfig.from_hf(GLM5 | changes)
     assert [layer.shares_choice for layer in config.layers] == [
@@ -54,6 +68,64 @@ def test_all_layers_of_deepseek_have_an_indexer() -> None:
     )
     expected = Indexer(num_heads=64, dim=128, rope_dim=64, has_pairs=False, top_k=2048)
     assert [layer.indexer for layer in config.layers] == [expected] * 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (4, 128, 16, 128, 1)),
+        (
+            {
+                "layer_types": None,
+                "sparse_attention_config": {
+                    "sparse_attention_freq": [0, 1, 1],
+                    "sparse_num_index_heads": 4,
+                    "sparse_index_dim": 96,
+                    "sparse_topk_blocks": 9,
+                    "sparse_block_size": 64,
+                    "sparse_local_block": 2,
+                },
+            },
+            (4, 96, 9, 64, 2),
+        ),
+    ],
+)
+def test_minimax_m3_chooses_blocks(
+    changes: dict[str, Any], expected: tuple[int, int, int, int, int]
+) -> None:
+    heads, dim, top_k, block_size, num_local = expected
+    config = ModelConfig.from_hf(M3 | changes)
+    indexer = Indexer(
+        num_heads=heads,
+        dim=dim,
+        rope_dim=64,
+        has_pairs=False,
+        top_k=top_k,
+        block_size=block_size,
+        num_local=num_local,
+    )
+    assert [layer.indexer for layer in config.layers] == [None, indexer, indexer]
+    assert not any(layer.shares_choice for layer in config.layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_n_heads": 2}, "index_n_heads is 2; it must be num_key_value_heads, 4"),
+        ({"index_head_dim": 32}, "index_head_dim is 32; it must be at least 64"),
+        ({"index_local_blocks": 17}, "index_local_blocks is 17; it must be at most"),
+        ({"rotary_dim": 32}, "rotary_dim is 32, but partial_rotary_factor rotates 64 elements"),
+        ({"layer_types": ["linear_attention"] * 3}, "supported are full_attention and minimax_m3"),
+        ({"sparse_attention_config": 3}, "sparse_attention_config is 3; it must be an object"),
+        (
+            {"layer_types": None, "sparse_attention_config": {"sparse_attention_freq": [1]}},
+            "sparse_attention_freq must be a list with a value for each of 3 layers",
+        ),
+    ],
+)
+def test_block_indexers_that_cannot_be_run_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        ModelConfig.from_hf(M3 | changes)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tandem.models.gguf.export import export
 from tandem.models.gguf.names import hf_name
 from tandem.models.gguf.tensors import GgufBlocks, is_packed, read_tensors, unpermute
 from tandem.models.source import resolve
-from tests.random_blocks import TYPES, random_blocks
+from tests.random_blocks import NATIVE_TYPES, TYPES, random_blocks
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_tensors_without_a_place_are_named(name):
         hf_name(name)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [*TYPES, *NATIVE_TYPES])
 def test_blocks_are_widened_as_the_gguf_package_does(name):
     blocks = random_blocks(name, 5, 512)
     expected = gguf.dequantize(blocks.data.numpy(), blocks.type)
@@ -91,8 +91,8 @@ def test_blocks_are_widened_as_the_gguf_package_does(name):
 
 
 def test_types_that_the_kernels_do_not_know_are_widened_by_the_gguf_package():
-    kind = gguf.GGMLQuantizationType.TQ2_0
-    data = np.random.default_rng(0).integers(0, 60, (2, 66), np.uint8)
+    kind = gguf.GGMLQuantizationType.IQ2_S
+    data = np.random.default_rng(0).integers(0, 60, (2, 82), np.uint8)
     blocks = GgufBlocks(torch.from_numpy(data), kind, (2, 256))
     assert not is_packed(blocks.type)
     assert np.array_equal(blocks.numbers().numpy(), gguf.dequantize(data, kind), equal_nan=True)

@@ -302,11 +302,15 @@ class Packer:
         """Packs several quantized matrices. Consecutive matrices with the same format and the same
         order of inputs become one packed matrix. For example, if q and k are Q4_K and v is Q6_K,
         the result is a packed matrix of q and k, whose field `rest` points to a packed matrix of
-        v. A rank stores the panels of its `share` of each packed matrix."""
+        v. Matrices after the first may be unquantized. A rank stores the panels of its `share` of
+        each packed matrix."""
         matrix = None
         alike = [list(run) for _, run in groupby(parts, self._form_of_blocks)]
         for run in reversed(alike):
-            matrix = self._of_one_kind(run, share, rest=matrix)
+            if run[0].blocks is None:
+                matrix = self._dense_rest(run, share, rest=matrix)
+            else:
+                matrix = self._of_one_kind(run, share, rest=matrix)
         assert matrix is not None
         return matrix
 
@@ -347,6 +351,19 @@ class Packer:
             order=None if order is None else order.data_ptr(),
         )
 
+    def _dense_rest(self, parts: Sequence[Linear], share: Share, *, rest: Matrix | None) -> Matrix:
+        """Packs unquantized matrices that follow quantized ones. Their inputs are the rows of fp32
+        numbers that are quantized for the others, so they are fp32, too."""
+        num_out = sum(len(part.weight) for part in parts)
+        panels = panels_of(share, num_out)
+        rows = _rows([part.weight.float() for part in parts], panels.rows(num_out))
+        matrix = self._dense(rows, panels, Kind.F32, num_out=num_out)
+        matrix.bias = self._bias(parts)
+        matrix.rest = addressof(rest) if rest else None
+        self._kept.append(rest)
+        self._drop(parts)
+        return matrix
+
     def _kind_of(self, part: Linear) -> Kind:
         if part.blocks is None:
             return self._kind(part.weight)
@@ -357,8 +374,10 @@ class Packer:
         return self._library.packed_kind(kind, self._instructions)
 
     def _form_of_blocks(self, part: Linear) -> tuple[Kind, bytes]:
-        """Returns the format in which a quantized matrix is packed, and the order of the matrix's
-        inputs as bytes. The bytes are empty if the inputs are in their normal order."""
+        """Returns the format in which a matrix is packed beside quantized ones, and the order of
+        its inputs as bytes. The bytes are empty if the inputs are in their normal order."""
+        if part.blocks is None:
+            return Kind.F32, b""
         assert isinstance(part.blocks, GgufBlocks)
         kind = self._library.kind_of_blocks(part.blocks.type)
         assert kind is not None

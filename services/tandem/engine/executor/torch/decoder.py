@@ -20,6 +20,7 @@ from torch.nn.functional import gelu, relu, silu
 
 from tandem.engine.cache.layout.kv_groups import layer_places, state_places
 from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
+from tandem.engine.executor.sharded_logits import whole_logits
 from tandem.engine.executor.torch.alt_up import AltUpStreams, sparse_gates
 from tandem.engine.executor.torch.indexers import StepIndexers
 from tandem.engine.executor.torch.inputs import StepInputs
@@ -120,7 +121,7 @@ class Decoder:
         indexers = None
         if self._config.index_keys is not None:
             (attend,) = attentions.values()
-            indexers = StepIndexers(specs, self._kernels, attend, kv_pools[0], inputs)
+            indexers = StepIndexers(self._config, self._kernels, attend, kv_pools[0], inputs)
         all_angles = {
             key: rotary_angles(inputs.positions, *tables)
             for key, tables in self._frequencies.items()
@@ -234,7 +235,7 @@ class Decoder:
                 x = x * layer.scalar
         if alt_up is not None and copies is not None:
             x = alt_up.merge(streams, copies.merge)
-        return self._logits(x, inputs.logit_rows)
+        return self._logits(x, inputs.logit_rows, inputs.top_k)
 
     def _rope_dim(self, spec: LayerSpec) -> int:
         """Returns the number of elements of a head that RoPE may rotate."""
@@ -576,14 +577,22 @@ class Decoder:
             part = part[: len(rows)].float()
             out.index_add_(0, rows, part if experts.weighs_inputs else part * own)
 
-    def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _logits(self, x: torch.Tensor, rows: torch.Tensor, top_k: int) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple
         last = x[torch.nn.functional.pad(rows, (0, num_padding))]
         normed = self._norm_hidden(last, self._weights.final_norm)
         self.final_hidden = normed[: rows.shape[0]]
         output = Linear(self._weights.output, None, self._weights.output_blocks)
-        logits = self._ranks.gather(self._project(normed, (output,)), self._config.vocab_size)
-        return final_logits(self._config, logits[: rows.shape[0]].float())
+        own = self._project(normed, (output,))[: rows.shape[0]]
+        if self._ranks is ALONE:
+            return final_logits(self._config, own.float())
+        # The bits of tanh depend on the element's place in a vector, so it is applied to all logits
+        # at once. Equal logits after it may be different ones before.
+        if top_k and self._config.logit_cap is None:
+            logits = final_logits(self._config, own.float())
+            return whole_logits(self._ranks, logits, self._config.vocab_size, top_k)
+        logits = whole_logits(self._ranks, own, self._config.vocab_size)
+        return final_logits(self._config, logits.float())
 
     def _added(
         self, x: torch.Tensor, delta: torch.Tensor, post_norm: torch.Tensor | None

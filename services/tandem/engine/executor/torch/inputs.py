@@ -34,6 +34,7 @@ class StepInputs:
     # For each row of logits, the token's row from which the logits are computed. The rows of logits
     # are in the order of the batch's slices.
     logit_rows: torch.Tensor
+    top_k: int  # see StepBatch
     adapted: Mapping[str, torch.Tensor]  # digest of an adapter -> the rows that use the adapter
     # One item for each sequence whose softmax weights are summed for each KV block.
     shares: list[BlockShares]
@@ -109,6 +110,7 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[Pool], *, row_multiple: i
             dtype=torch.long,
             device=device,
         ),
+        top_k=batch.top_k,
         adapted={digest: torch.tensor(rows, device=device) for digest, rows in adapted.items()},
         shares=shares,
     )

@@ -42,13 +42,17 @@ class DecodeGraphs:
         num_blocks: int,
         num_groups: int,
         device: torch.device,
+        num_states: int = 0,
         rows: type[DecodeRows] = DecodeRows,
     ) -> None:
         """On a CUDA device, compiles and tunes the kernels and records all graphs. `rows` chooses
         the row of each sequence."""
         self._sizes = bucket_sizes(num_seqs_max)
         table_width = -(-max_model_len // block_size)
-        shapes = [StepShape(n, n, n, n, table_width, num_groups) for n in self._sizes]
+        shapes = [
+            StepShape(n, n, n, n, table_width, num_groups, num_states=num_states)
+            for n in self._sizes
+        ]
         pool_tokens = num_blocks * block_size
 
         def context_of(shape: StepShape) -> int:

@@ -7,6 +7,7 @@
     attention                    attention.py, or latent.py for latent attention
     silu(gate) * up              one kernel
     experts                      experts.py
+    linear attention             delta.py
 
 The decoder only creates views and launches kernels. It never waits for the device, so a CUDA graph
 can record a step.
@@ -17,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from tandem.engine.cache.layout.kv_groups import layer_places
+from tandem.engine.cache.layout.kv_groups import layer_places, state_places
 from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
 from tandem.engine.executor.torch.decoder import (
     embedding_multiplier,
@@ -29,6 +30,7 @@ from tandem.engine.executor.torch.decoder import (
 )
 from tandem.engine.executor.torch.lora import NO_LORA, AddsLora, ProductName
 from tandem.engine.executor.triton.attention import HeadAttention, LayerStep
+from tandem.engine.executor.triton.delta import delta_layer
 from tandem.engine.executor.triton.experts import StackedExperts
 from tandem.engine.executor.triton.inputs import StepViews
 from tandem.engine.executor.triton.latent import LatentAttention
@@ -42,9 +44,11 @@ from tandem.engine.executor.weights.decoder_weights import (
 )
 from tandem.engine.executor.weights.expand import embedded
 from tandem.models.config.experts import Experts
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
+from tandem_kernels.state_pool import Pool, StatePool
 from tandem_kernels.triton.activation import gated_mul
 from tandem_kernels.triton.expert_choice import choose_experts
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
@@ -75,6 +79,7 @@ class TritonDecoder:
             else LatentAttention(config.latent, max_model_len)
         )
         self._places = layer_places(config)
+        self._state_places = state_places(config)
         device = weights.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
@@ -89,13 +94,14 @@ class TritonDecoder:
     def forward(
         self,
         step: StepViews,
-        pools: Sequence[KvPool],
+        pools: Sequence[Pool],
         on_kv_launched: Callable[[], object] = _nothing,
         lora: AddsLora = NO_LORA,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Computes a step. Writes the tokens' KV to `pools`, one pool for each KV group. Returns
-        fp32 logits [rows of step.logit_rows, vocab]: in `out` if it is given.
+        this rank's share of the fp32 logits, [rows of step.logit_rows, share of the vocabulary]: in
+        `out` if it is given.
 
         `on_kv_launched` is called when all kernels that write KV are launched; with several ranks,
         when this rank has also heard from all others after theirs.
@@ -113,29 +119,56 @@ class TritonDecoder:
             x = x * self._embedding_multiplier
         delta: torch.Tensor | None = None
         post_norm: torch.Tensor | None = None  # the norm of delta
-        layers = zip(specs, self._places, self._weights.layers, self._experts, strict=True)
-        for index, (spec, place, layer, stacked) in enumerate(layers):
-            assert place is not None
+        layers = zip(
+            *(specs, self._places, self._state_places, self._weights.layers, self._experts),
+            strict=True,
+        )
+        for index, (spec, place, state_place, layer, stacked) in enumerate(layers):
             assert layer.attention_out is not None
             assert layer.mlp is not None
             normed = self._add_norm(x, delta, post_norm, layer.attention_norm)
-            layer_kv = pools[place.group].layer(place.number)
             is_last = index + 1 == self._config.num_layers
-            attended = self._attention.attend(
-                self._project_qkv(normed, index, layer, lora),
-                LayerStep(
+            tell_launched = on_kv_launched if is_last and self._ranks is ALONE else _nothing
+            projected = self._project_qkv(normed, index, layer, lora)
+            if state_place is not None:
+                states = pools[state_place.group]
+                assert isinstance(states, StatePool)
+                assert isinstance(spec.linear, GatedDelta)
+                assert layer.state is not None
+                attended = delta_layer(
+                    spec.linear,
+                    layer.state,
+                    projected,
                     step,
-                    layer,
-                    spec.window,
-                    place.group,
-                    layer_kv,
-                    angles[spec.rope],
-                    factors[spec.rope],
-                    index,
-                    lora,
-                ),
-                on_kv_launched if is_last and self._ranks is ALONE else _nothing,
-            )
+                    state_place.group,
+                    states.matrices(state_place.number),
+                    states.convs(state_place.number),
+                    self._config.rms_norm_eps,
+                )
+                tell_launched()
+            else:
+                assert place is not None
+                pool = pools[place.group]
+                assert isinstance(pool, KvPool)
+                attended = self._attention.attend(
+                    projected,
+                    LayerStep(
+                        step,
+                        layer,
+                        spec.window,
+                        place.group,
+                        pool.layer(place.number),
+                        angles[spec.rope],
+                        factors[spec.rope],
+                        index,
+                        lora,
+                    ),
+                    tell_launched,
+                )
+            if layer.attention_gate is not None:
+                gates = product(normed, layer.attention_gate)
+                gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
+                attended = attended * torch.sigmoid(gates)
             delta = whole_of(
                 self._ranks,
                 self._config.hidden_size,
@@ -158,7 +191,7 @@ class TritonDecoder:
         final = self._add_norm(x[rows], delta[rows], post_norm, self._weights.final_norm)
         self.final_hidden = final
         output = Linear(self._weights.output, None, self._weights.output_blocks)
-        logits = self._ranks.gather(product(final, output), self._config.vocab_size)
+        logits = product(final, output)
         logits = logits.float() if out is None else out.copy_(logits)
         return final_logits(self._config, logits)
 
@@ -213,6 +246,8 @@ class TritonDecoder:
             correction=weights.correction,
         )
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
+        if shared is not None and weights.shared_gate is not None:
+            shared = shared * torch.sigmoid(product(x, weights.shared_gate))
         if share.splits_experts:
             first = share.of(experts.num).start
             own = stacked.mix(x, chosen, shares, self._gated, None, first, experts.num)

@@ -21,7 +21,7 @@ class Recording(NamedTuple):
 
     # Computes a step and writes the logits to the second argument.
     forward: Callable[[StepViews, torch.Tensor], object]
-    logits: torch.Tensor  # fp32 [largest number of rows, vocab]
+    logits: torch.Tensor  # fp32 [largest number of rows, this rank's share of the vocabulary]
     pool: Any  # handle of the graphs' memory pool; None without CUDA
 
 
@@ -35,8 +35,8 @@ class StepGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> torch.Tensor:
-        """Computes a step over the current inputs. Returns fp32 logits [num_logits, vocab], which
-        are valid until a graph runs again."""
+        """Computes a step over the current inputs. Returns this rank's share of the fp32 logits,
+        [num_logits, share of the vocabulary], which is valid until a graph runs again."""
         if self._graph is None:
             self._forward()
         else:
@@ -51,10 +51,11 @@ class StepGraph:
         them. The caller has set the lengths of contexts, which are at most `context_len` tokens,
         and the chunks.
 
-        The run stores no KV in the pool of `num_blocks` blocks.
+        The run stores no KV in the pool of `num_blocks` blocks, and changes no state.
         """
         views = self.views
         views.slots.fill_(-1)
+        views.states.zero_()
         # The blocks of one sequence after those of the sequence before, as far as there are blocks.
         width = -(-context_len // block_size)
         firsts = torch.arange(views.shape.num_seqs)[:, None] * width

@@ -2,7 +2,8 @@
 
 A step has T tokens of S sequences. The first D sequences have one token each and use the decode
 attention. The other C = S - D sequences have a chunk of several tokens each. There are L rows of
-logits. A block table has M entries. Each of the G KV groups has its own slots and block tables.
+logits. A block table has M entries. Each of the G KV groups with keys and values has its own slots
+and block tables. Each of the N state groups has a slot for each sequence.
 
     part of the array    shape        content
     token_ids            [T]
@@ -13,6 +14,10 @@ logits. A block table has M entries. Each of the G KV groups has its own slots a
     logit_rows           [L]          the token row from which each row of logits is computed
     tile_rows            [16 * A]     the rows of each of the A tiles of LoRA adapters (LoraTiles)
     tile_adapters        [A]          the adapter of each tile
+    states               [3 + N, S]   the spans of layers with a state, only if N is not 0: their
+                                      first rows, counted without the first D rows for chunks;
+                                      their numbers of rows; the positions of their first rows; and
+                                      their slots in each state group
     block_tables         [G, S, M]    the block ids of each sequence
 
 A step that replays a CUDA graph gets padding rows up to the number of rows of the graph. No KV is
@@ -29,6 +34,7 @@ import torch
 
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem_kernels.triton.lora import TILE_ROWS, LoraTiles, grouped
+from tandem_kernels.triton.state_spans import DeviceSpans
 
 NO_ADAPTERS: Mapping[str, int] = {}
 
@@ -40,8 +46,9 @@ class StepShape:
     num_single: int  # D: number of sequences with one token in the step
     num_logits: int  # L: number of rows of logits
     table_width: int  # M: number of entries of a block table
-    num_groups: int = 1  # G: number of KV groups
+    num_groups: int = 1  # G: number of KV groups with keys and values
     num_tiles: int = 0  # A: number of tiles of LoRA adapters, in a step that replays a CUDA graph
+    num_states: int = 0  # N: number of state groups, which come after the G groups
 
     @property
     def num_chunks(self) -> int:
@@ -56,7 +63,9 @@ class StepShape:
         tables = groups * seqs * self.table_width
         tiles = self.num_tiles
         sequences = (seqs, self.num_chunks + 1, self.num_logits)
-        return (tokens, tokens, groups * tokens, *sequences, TILE_ROWS * tiles, tiles, tables)
+        spans = (3 + self.num_states) * seqs if self.num_states else 0
+        adapted = (TILE_ROWS * tiles, tiles)
+        return (tokens, tokens, groups * tokens, *sequences, *adapted, spans, tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,36 +85,58 @@ class StepViews:
     query_starts: torch.Tensor
     logit_rows: torch.Tensor
     tiles: LoraTiles
+    states: torch.Tensor  # [3 + N, S], or [0, S]
     block_tables: torch.Tensor  # [G, S, M]
 
     @classmethod
     def of(cls, array: torch.Tensor, shape: StepShape) -> StepViews:
-        tokens, positions, slots, lens, starts, logit_rows, rows, adapters, tables = torch.split(
-            array, list(shape.sizes)
+        tokens, positions, slots, lens, starts, logit_rows, rows, adapters, states, tables = (
+            torch.split(array, list(shape.sizes))
         )
         slots = slots.view(shape.num_groups, -1)
         tables = tables.view(shape.num_groups, shape.num_seqs, shape.table_width)
-        tiles = LoraTiles(rows, adapters)
-        return cls(array, shape, tokens, positions, slots, lens, starts, logit_rows, tiles, tables)
+        states = states.view(-1, shape.num_seqs)
+        of_tokens = (tokens, positions, slots, lens, starts, logit_rows)
+        return cls(array, shape, *of_tokens, LoraTiles(rows, adapters), states, tables)
+
+    def single_spans(self, group: int) -> DeviceSpans:
+        """Returns the spans of the D single tokens in a state group."""
+        return self._spans(group, slice(0, self.shape.num_single), 1)
+
+    def chunk_spans(self, group: int) -> DeviceSpans:
+        """Returns the spans of the C chunks in a state group. Rows are counted without the first D
+        rows."""
+        num_rows = self.shape.num_tokens - self.shape.num_single
+        return self._spans(group, slice(self.shape.num_single, None), num_rows)
+
+    def _spans(self, group: int, seqs: slice, max_rows: int) -> DeviceSpans:
+        of_group = 3 + group - self.shape.num_groups
+        firsts, nums, positions, slots = (self.states[i, seqs] for i in (0, 1, 2, of_group))
+        return DeviceSpans(firsts, nums, positions, slots, max_rows)
 
 
-def write_step(batch: StepBatch, block_size: int) -> StepViews:
+def write_step(batch: StepBatch, block_size: int, num_states: int = 0) -> StepViews:
     """Writes a batch to a new array on the host, and returns the views of its parts."""
-    shape = shape_of(batch)
+    shape = shape_of(batch, num_states)
     views = StepViews.of(torch.empty(sum(shape.sizes), dtype=torch.int32), shape)
     fill(views, batch, block_size)
     return views
 
 
-def shape_of(batch: StepBatch) -> StepShape:
-    """Returns the shape of a batch without padding."""
+def shape_of(batch: StepBatch, num_states: int = 0) -> StepShape:
+    """Returns the shape of a batch without padding. The last `num_states` of the KV groups are
+    state groups."""
+    num_groups = len(batch.slices[0].block_tables) - num_states
     return StepShape(
         num_tokens=batch.num_tokens,
         num_seqs=len(batch.slices),
         num_single=sum(piece.num_tokens == 1 for piece in batch.slices),
         num_logits=sum(piece.num_logits for piece in batch.slices),
-        table_width=max(len(table) for piece in batch.slices for table in piece.block_tables),
-        num_groups=len(batch.slices[0].block_tables),
+        table_width=max(
+            len(table) for piece in batch.slices for table in piece.block_tables[:num_groups]
+        ),
+        num_groups=num_groups,
+        num_states=num_states,
     )
 
 
@@ -132,6 +163,7 @@ def fill(
     tables = views.block_tables.numpy()
     starts = views.query_starts.numpy()
     context_lens = views.context_lens.numpy()
+    states = views.states.numpy()
     seq = row = 0
     last_rows = {}
     rows_of: dict[int, list[int]] = {}  # adapter -> its rows
@@ -142,11 +174,15 @@ def fill(
         token_ids[rows] = piece.token_ids
         places = np.arange(piece.context_len - piece.num_tokens, piece.context_len)
         positions[rows] = places
-        for group, block_table in enumerate(piece.block_tables):
+        for group, block_table in enumerate(piece.block_tables[: shape.num_groups]):
             table = np.array(block_table, np.int32)
             tables[group, seq, : len(table)] = table
             slots[group, rows] = table[places // block_size] * block_size + places % block_size
         context_lens[seq] = piece.context_len
+        if shape.num_states:
+            first = row - (shape.num_single if piece.num_tokens > 1 else 0)
+            slots_of = [table[0] for table in piece.block_tables[shape.num_groups :]]
+            states[:, seq] = [first, piece.num_tokens, places[0], *slots_of]
         row = rows.stop
         last_rows[id(piece)] = row - 1
         if shape.num_tiles and piece.adapter:
@@ -226,6 +262,15 @@ class DecodeRows:
         logit_rows[:] = 0
         logit_rows[: len(rows)] = rows
         changed = []
+        if views.shape.num_states:
+            states = views.states.numpy()
+            states[:] = 0
+            states[0, rows] = rows
+            states[1, rows] = 1
+            states[2, rows] = places
+            for number in range(views.shape.num_states):
+                group = views.shape.num_groups + number
+                states[3 + number, rows] = [piece.block_tables[group][0] for piece in slices]
         slots = views.slots.numpy()
         slots[:] = -1
         for group in range(views.shape.num_groups):

@@ -1,13 +1,20 @@
 """Computes the latent attention of a layer (tandem/models/config/latent.py) with the Triton
 kernels, in five operations:
 
-1. Compute the queries. In models in which queries have a latent too, the latent is normalized and
-   multiplied by W_q. In other models, the input already has the queries.
-2. Normalize the KV latents, rotate keys and queries, and store the KV, in one kernel.
+1. Normalize the KV latents, rotate the keys, and store the KV, in one kernel. In models in which
+   queries have a latent too, the same kernel normalizes it.
+2. Compute the queries. Latents of queries are multiplied by W_q. In models without them, the input
+   already has the queries.
 3. Multiply the unrotated elements of the queries by W_k^T, all heads in one product. The results
    are called absorbed queries.
-4. Compute the attention: one launch for sequences with one token, and one launch for chunks.
-5. Multiply the attention output by W_v, all heads in one product.
+4. Compute the attention: one launch for sequences with one token, and one launch for chunks. It
+   rotates the other elements of the queries.
+5. Multiply the attention output by W_v, all heads in one product. If contexts are cut into ranges,
+   the kernel that combines them computes the products.
+
+From the layer's input to its attention's output these are 8 launches in a step of single tokens,
+with the norm, the projection before and the projection after. LoRA adapters of W_v need the
+attention output, so it is not combined and multiplied in one launch.
 """
 
 from __future__ import annotations
@@ -17,15 +24,19 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
+from tandem.engine.executor.torch.lora import NO_LORA
 from tandem.engine.executor.triton.attention import LayerStep
 from tandem.engine.executor.weights.decoder_weights import LATENT_NORM_EPS, LatentWeights
 from tandem.models.config.latent import Latent
 from tandem_kernels.linear import linear_of_heads
-from tandem_kernels.triton.latent_cache import rotate_and_store_latents
-from tandem_kernels.triton.latent_decode import choose_latent_splits, latent_decode_attention
+from tandem_kernels.triton.latent_cache import norm_and_store_latents
+from tandem_kernels.triton.latent_decode import (
+    choose_latent_splits,
+    latent_decode_attention,
+    values_of_heads,
+)
 from tandem_kernels.triton.latent_loop import LatentQueries
 from tandem_kernels.triton.latent_prefill import latent_prefill_attention
-from tandem_kernels.triton.norm import rms_norm
 from tandem_kernels.triton.tuning import num_multiprocessors
 
 
@@ -52,41 +63,37 @@ class LatentAttention:
         assert weights is not None
         parts = [projected.shape[1] - sizes.kv_dim, sizes.kv_dim]
         queries, kv = torch.split(projected, parts, 1)
-        heads = at.scaled(self._heads(queries, weights, at))
-        layer_kv = at.kv.numbers
-        rotated = rotate_and_store_latents(
-            heads,
+        cosines, sines = (angle.contiguous() for angle in at.angles)
+        normed = norm_and_store_latents(
             kv,
-            at.angles,
+            (cosines, sines),
             step.slots[at.group],
-            layer_kv,
+            at.kv.numbers,
             norm=weights.kv_norm,
             eps=LATENT_NORM_EPS,
+            queries=None if weights.q_norm is None else queries,
+            q_norm=weights.q_norm,
         )
         on_kv_launched()
-        plain = heads[..., : sizes.plain_dim]
+        if normed is not None:
+            assert weights.q_out is not None
+            queries = at.lora.add(at.index, "q_out", linear(normed, weights.q_out), normed)
+        heads = at.scaled(queries.view(len(queries), -1, sizes.q_dim))
+        plain, turning = torch.split(heads, [sizes.plain_dim, sizes.rope_dim], -1)
         absorbed = linear_of_heads(plain, weights.keys)
         absorbed = at.lora.add_of_heads(at.index, "latent_keys", absorbed, plain)
-        attended = self._attend(LatentQueries(absorbed, rotated), at)
-        values = linear_of_heads(attended, weights.values)
-        return at.lora.add_of_heads(at.index, "latent_values", values, attended).flatten(1)
+        return self._attend(LatentQueries(absorbed, turning, cosines, sines), weights, at)
 
-    def _heads(self, queries: torch.Tensor, weights: LatentWeights, at: LayerStep) -> torch.Tensor:
-        """Returns the queries before rotation, [T, heads, plain + rope]. The caller rotates the
-        last `rope` elements of each head."""
-        if weights.q_norm is not None and weights.q_out is not None:
-            normed = rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
-            queries = at.lora.add(at.index, "q_out", linear(normed, weights.q_out), normed)
-        return queries.view(len(queries), -1, self._sizes.q_dim)
-
-    def _attend(self, queries: LatentQueries, at: LayerStep) -> torch.Tensor:
-        """Returns the attention output [T, heads, rank]. It is a weighted sum of latents, not yet
-        multiplied by W_v."""
-        num_tokens, num_heads, _ = queries.rotated.shape
+    def _attend(
+        self, queries: LatentQueries, weights: LatentWeights, at: LayerStep
+    ) -> torch.Tensor:
+        """Returns the attention output, multiplied by W_v: [T, heads * value]."""
+        num_tokens, num_heads, _ = queries.absorbed.shape
         step = at.step
         num_single = step.shape.num_single
-        parts = []
         block_tables = step.block_tables[at.group]
+        values = weights.values if at.lora is NO_LORA else None
+        parts = []
         if num_single:
             parts.append(
                 latent_decode_attention(
@@ -98,20 +105,24 @@ class LatentAttention:
                         num_single,
                         num_heads,
                         self._max_model_len,
-                        num_multiprocessors(queries.rotated.device),
+                        num_multiprocessors(queries.absorbed.device),
                     ),
                     scale=self._sizes.scale,
+                    values=values,
                 )
             )
         if step.shape.num_chunks:
-            parts.append(
-                latent_prefill_attention(
-                    queries.rows(num_single, num_tokens),
-                    at.kv.numbers,
-                    block_tables[num_single:],
-                    step.context_lens[num_single:],
-                    step.query_starts,
-                    scale=self._sizes.scale,
-                )
+            latents = latent_prefill_attention(
+                queries.rows(num_single, num_tokens),
+                at.kv.numbers,
+                block_tables[num_single:],
+                step.context_lens[num_single:],
+                step.query_starts,
+                scale=self._sizes.scale,
             )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts.append(latents if values is None else values_of_heads(latents, values))
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if values is None:
+            latents, attended = attended, values_of_heads(attended, weights.values)
+            attended = at.lora.add_of_heads(at.index, "latent_values", attended, latents)
+        return attended.flatten(1)

@@ -52,6 +52,7 @@ class MixedGraphs:
         num_blocks: int,
         num_groups: int,
         device: torch.device,
+        num_states: int = 0,
         adapters: Mapping[str, int] | None = None,
         num_adapters: int = 0,
     ) -> None:
@@ -64,6 +65,7 @@ class MixedGraphs:
         self._chunk_tokens = [size for size in _CHUNK_TOKENS if size < largest] + [largest]
         self._singles = [size for size in _SINGLE_TOKENS if size < num_seqs_max] + [num_seqs_max]
         self._block_size = block_size
+        self._num_states = num_states
         is_cuda = device.type == "cuda"
         table_width = -(-max_model_len // block_size)
         sizes = [(False, s, c) for s in self._singles for c in self._chunk_tokens]
@@ -79,6 +81,7 @@ class MixedGraphs:
                 table_width,
                 num_groups,
                 (num_single + num_chunk_tokens) // TILE_ROWS + num_adapters if is_adapted else 0,
+                num_states,
             )
             for is_adapted, num_single, num_chunk_tokens in sizes
         ]
@@ -153,7 +156,7 @@ class MixedGraphs:
         if self._copied is not None:
             # The host may be a step ahead of the device, so the array may still be in use.
             self._copied.synchronize()
-        own = shape_of(batch)
+        own = shape_of(batch, self._num_states)
         num_chunk_tokens = own.num_tokens - own.num_single
         single = self._singles[bisect_left(self._singles, own.num_single)]
         chunk = 0

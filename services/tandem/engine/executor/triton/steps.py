@@ -10,6 +10,7 @@ import torch
 from triton import knobs
 
 from tandem.engine.executor.collectives import ALONE, Collectives
+from tandem.engine.executor.sharded_logits import whole_logits
 from tandem.engine.executor.torch.lora import NO_LORA
 from tandem.engine.executor.triton.decode_graphs import DecodeGraphs
 from tandem.engine.executor.triton.decoder import TritonDecoder
@@ -31,6 +32,7 @@ from tandem.models.config.model import ModelConfig
 from tandem.models.files import writing
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.sampling import Draw
+from tandem_kernels.state_pool import Pool, StatePool
 from tandem_kernels.triton.logprobs import logprobs
 from tandem_kernels.triton.sampling import launch, take_drawn
 
@@ -79,7 +81,7 @@ class TritonSteps:
         self._max_model_len = max_model_len
         self._step_tokens = step_tokens
         self._vocab_size = config.vocab_size
-        self._pools: Sequence[KvPool] | None = None
+        self._pools: Sequence[Pool] | None = None
         device = weights.device
         self._adapters = TritonAdapters(
             device,
@@ -106,7 +108,7 @@ class TritonSteps:
         self._adapters.drop(digest)
 
     @torch.inference_mode()
-    def prepare(self, pools: Sequence[KvPool]) -> None:
+    def prepare(self, pools: Sequence[Pool]) -> None:
         """Compiles and tunes the kernels and records the CUDA graphs for steps over these pools, so
         that no request has to wait for these tasks. No other worker may do this on the same card at
         the same time: both would measure each other's load and choose slow tile sizes. The runner
@@ -115,18 +117,20 @@ class TritonSteps:
         `pools` has one pool for each KV group. The pools contain only zeros before and after the
         call. Raises ConfigError if Triton's cache folder cannot be written.
         """
-        block_size = pools[0].block_size
-        device = pools[0].device
+        kv_pools = [pool for pool in pools if isinstance(pool, KvPool)]
+        block_size = kv_pools[0].block_size
+        device = kv_pools[0].device
         if device.type == "cuda":
             check_cache_folder()
-        num_blocks = min(pool.layout.num_blocks for pool in pools)
+        num_blocks = min(pool.layout.num_blocks for pool in kv_pools)
         self._pools = pools
         # Before the graphs: products are tuned once for each size of tiles, and the tokens of a
         # graph are all the same, which choose few experts.
         if device.type == "cuda":
             self._tune_chunks(pools, num_blocks)
         if self._has_graphs:
-            logits = self._max_num_seqs + CHUNKS_MAX, self._vocab_size
+            own_vocab = len(self._ranks.share.of(self._vocab_size))
+            logits = self._max_num_seqs + CHUNKS_MAX, own_vocab
             recording = Recording(
                 lambda views, out: self._forward_ahead(views, pools, out),
                 torch.empty(logits, dtype=torch.float32, device=device),
@@ -139,7 +143,8 @@ class TritonSteps:
                 max_model_len=self._max_model_len,
                 block_size=block_size,
                 num_blocks=num_blocks,
-                num_groups=len(pools),
+                num_groups=len(kv_pools),
+                num_states=len(pools) - len(kv_pools),
                 device=device,
                 adapters=self._adapters.numbers if self._records_adapters else None,
                 num_adapters=self._num_adapters_max,
@@ -150,17 +155,18 @@ class TritonSteps:
                 max_model_len=self._max_model_len,
                 block_size=block_size,
                 num_blocks=num_blocks,
-                num_groups=len(pools),
+                num_groups=len(kv_pools),
+                num_states=len(pools) - len(kv_pools),
                 device=device,
                 rows=DecodeRows if self._ranks is ALONE else RowsInOrder,
             )
 
-    def _tune_chunks(self, pools: Sequence[KvPool], num_blocks: int) -> None:
+    def _tune_chunks(self, pools: Sequence[Pool], num_blocks: int) -> None:
         """Runs the steps of `tuned_chunks`, which tunes products and the kernels of prefill, and
         samples. The tokens are spread over the vocabulary, so that they choose various experts."""
         for chunk in tuned_chunks(self._step_tokens, self._max_model_len):
-            blocks = repeated_blocks(chunk.context_len, pools[0].block_size, num_blocks)
-            others = [blocks] * (len(pools) - 1)
+            blocks = repeated_blocks(chunk.context_len, _block_size(pools), num_blocks)
+            others = [[0] if isinstance(pool, StatePool) else blocks for pool in pools[1:]]
             piece = SequenceSlice(
                 [i * _STRIDE % self._vocab_size for i in range(chunk.num_tokens)],
                 chunk.context_len,
@@ -209,7 +215,7 @@ class TritonSteps:
     def forward(
         self,
         batch: StepBatch,
-        pools: Sequence[KvPool],
+        pools: Sequence[Pool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Computes a step. The arguments and the result are those of `TorchSteps.forward`. The
@@ -220,7 +226,7 @@ class TritonSteps:
         """
         if self._pools is not pools:
             self.prepare(pools)
-        device = pools[0].device
+        device = pools[0].memory.device
         if batch.is_ahead:
             self._ranks.broadcast(self._drawn)  # only rank 0 has sampled
         if self._has_graphs and self._graphs.fits(batch.slices):
@@ -238,21 +244,24 @@ class TritonSteps:
             if written is not None:
                 written.synchronize()
             on_kv_written()
-        return logits
+        if self._ranks is ALONE:
+            return logits
+        return whole_logits(self._ranks, logits, self._vocab_size, batch.top_k)
 
     def _forward_ahead(
-        self, views: StepViews, pools: Sequence[KvPool], out: torch.Tensor
+        self, views: StepViews, pools: Sequence[Pool], out: torch.Tensor
     ) -> torch.Tensor:
         take_drawn(views.token_ids, self._drawn)
         lora = self._adapters.of_any_step(views.tiles) if views.shape.num_tiles else NO_LORA
         return self._decoder.forward(views, pools, lora=lora, out=out)
 
     def _run_mixed(
-        self, batch: StepBatch, pools: Sequence[KvPool], *, wants_event: bool
+        self, batch: StepBatch, pools: Sequence[Pool], *, wants_event: bool
     ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        host = write_step(batch, pools[0].block_size)
+        num_states = sum(isinstance(pool, StatePool) for pool in pools)
+        host = write_step(batch, _block_size(pools), num_states)
         array = host.array
-        device = pools[0].device
+        device = pools[0].memory.device
         if device.type == "cuda":
             array = array.pin_memory().to(device, non_blocking=True)
         written: list[torch.cuda.Event | None] = []
@@ -266,6 +275,12 @@ class TritonSteps:
             self._adapters.of_step(adapted_rows(batch)),
         )
         return logits, written[0]
+
+
+def _block_size(pools: Sequence[Pool]) -> int:
+    first = pools[0]
+    assert isinstance(first, KvPool)  # state groups come last
+    return first.block_size
 
 
 def check_cache_folder() -> None:

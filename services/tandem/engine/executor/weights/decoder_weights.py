@@ -89,14 +89,16 @@ class LatentWeights:
 class IndexerWeights:
     """The weights of a layer's indexer (tandem/models/config/indexer.py)."""
 
-    queries: torch.Tensor  # [heads * dim, q rank]: multiplied by the latent of the queries
+    # [heads * dim, q rank] with latent attention: multiplied by the latent of the queries. In other
+    # models [heads * dim, hidden].
+    queries: torch.Tensor
     keys: torch.Tensor  # [dim, hidden]
-    # The LayerNorm of the keys, [dim] each.
-    key_norm: torch.Tensor
-    key_norm_bias: torch.Tensor
+    key_norm: torch.Tensor  # [dim]: the norm of the keys, LayerNorm if there is a bias
+    key_norm_bias: torch.Tensor | None = None  # [dim]
+    query_norm: torch.Tensor | None = None  # [dim]: the norm of each head's query
     # [heads, hidden], float32: computes the weights of the heads. They include the factor
-    # 1 / sqrt(heads * dim).
-    head_weights: torch.Tensor
+    # 1 / sqrt(heads * dim). None: heads have no weights.
+    head_weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +169,8 @@ class LayerWeights:
     norms. In these families, the norms in this class include the offset and are in float32."""
 
     # The matrices q, k and v, or one matrix with the rows of all three. With latent attention, two
-    # matrices: the first computes the queries or the latent of the queries, the second the KV. In a
-    # layer that keeps a state, the rows are:
+    # matrices, or one with the rows of both: the first computes the queries or the latent of the
+    # queries, the second the KV. In a layer that keeps a state, the rows are:
     #   Gated DeltaNet      the channels of the convolution, the output gates z [outputs], and b and
     #                       a [value heads] each
     #   Mamba 2             z [outputs], the channels of the convolution, and dt [heads]

@@ -47,6 +47,7 @@ from tandem.engine.executor.weights.rotary_rows import (
 from tandem.engine.executor.weights.share import (
     WHOLE,
     Share,
+    joined_parts,
     joined_products,
     share_of_layer,
     share_of_outputs,
@@ -282,6 +283,8 @@ class _Builder:
         if self._config.latent is not None:
             parts = token_products(self._config.latent)
             qkv = tuple(self._of_latent(f"{attention}.{part}", rows) for part, rows in parts)
+            if not tensors.is_mapped(f"{attention}.{parts[0][0]}.weight"):
+                qkv = joined_parts(qkv)
             latent = self._latent(attention, self._config.latent)
         elif self._config.has_fused_qkv:
             qkv = self._rotary_first((tensors.linear(f"{attention}.qkv_proj"),), spec)
@@ -379,13 +382,12 @@ class _Builder:
         elements = torch.arange(size)
         order = head_rows(self._config, rope)
         order = elements if order is None else order
-        q, k = (self._tensors.tensor(f"{name}.{part}_proj.weight") for part in "qk")
+        q, k, v = self._blocks_or_numbers([f"{name}.{part}_proj.weight" for part in "qkv"])
         num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_kv_heads
-        queries = q[_rows_of_heads(num_heads, 2 * size, order).to(q.device)]
-        gates = q[_rows_of_heads(num_heads, 2 * size, size + elements).to(q.device)]
-        keys = k[_rows_of_heads(num_kv_heads, size, order).to(k.device)]
-        values = self._tensors.tensor(f"{name}.v_proj.weight")
-        return tuple(Linear(rows, None) for rows in (queries, keys, values)), Linear(gates, None)
+        queries = _with_rows(q, _rows_of_heads(num_heads, 2 * size, order))
+        gates = _with_rows(q, _rows_of_heads(num_heads, 2 * size, size + elements))
+        keys = _with_rows(k, _rows_of_heads(num_kv_heads, size, order))
+        return (queries, keys, v), gates
 
     def _state(
         self, name: str, sizes: LinearAttention
@@ -399,7 +401,7 @@ class _Builder:
             first = tuple(tensors.linear(f"{name}.{part}_proj") for part in "qkvgba")
             conv = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
         elif isinstance(sizes, GatedDelta):
-            first = tuple(Linear(part, None) for part in self._delta_parts(name, sizes))
+            first = self._delta_products(name, sizes)
         else:
             first = (tensors.linear(f"{name}.in_proj"),)
 
@@ -440,22 +442,41 @@ class _Builder:
             [torch.full((num,), value) for num, value in zip(nums, values, strict=True)]
         )
 
-    def _delta_parts(self, name: str, sizes: GatedDelta) -> list[torch.Tensor]:
-        """Returns the matrices of Gated DeltaNet: q with k and v, z, b, and a."""
+    def _delta_products(self, name: str, sizes: GatedDelta) -> tuple[Linear, ...]:
+        """Returns the matrices of q, k and v, of z, of b and of a. If the first one stays
+        quantized, the others do if their formats allow it. Otherwise none does."""
         tensors = self._tensors
-        if sizes.form != "joined":
-            return [
-                tensors.tensor(f"{name}.in_proj_{part}.weight") for part in ("qkv", "z", "b", "a")
-            ]
-        # For each key head, the rows of q, k, v and z, and the rows of b and a.
-        values = sizes.group * sizes.value_dim
-        qkvz = tensors.tensor(f"{name}.in_proj_qkvz.weight")
-        qkvz = qkvz.view(sizes.num_key_heads, -1, qkvz.shape[1])
-        sections = torch.split(qkvz, [sizes.key_dim, sizes.key_dim, values, values], 1)
-        q, k, v, z = (rows.flatten(0, 1) for rows in sections)
-        ba = tensors.tensor(f"{name}.in_proj_ba.weight")
-        b, a = ba.view(sizes.num_key_heads, 2, sizes.group, -1).unbind(1)
-        return [torch.cat((q, k, v)), z, b.flatten(0, 1), a.flatten(0, 1)]
+        if f"{name}.in_proj_qkvz.weight" in tensors:
+            # For each key head, the rows of q, k, v and z.
+            values = sizes.group * sizes.value_dim
+            qkvz = tensors.tensor(f"{name}.in_proj_qkvz.weight")
+            qkvz = qkvz.view(sizes.num_key_heads, -1, qkvz.shape[1])
+            sections = torch.split(qkvz, [sizes.key_dim, sizes.key_dim, values, values], 1)
+            q, k, v, z = (rows.flatten(0, 1) for rows in sections)
+            products = [Linear(torch.cat((q, k, v)), None), Linear(z, None)]
+        else:
+            products = self._blocks_or_numbers(
+                [f"{name}.in_proj_{part}.weight" for part in ("qkv", "z")]
+            )
+        is_joined = sizes.form == "joined"
+        parts = ("ba",) if is_joined else ("b", "a")
+        names = [f"{name}.in_proj_{part}.weight" for part in parts]
+        if products[0].blocks is None:
+            rates = [Linear(tensors.tensor(each), None) for each in names]
+        else:
+            rates = self._blocks_or_numbers(names)
+        if is_joined:  # For each key head, the rows of b and a.
+            rows = torch.arange(2 * sizes.num_value_heads).view(-1, 2, sizes.group)
+            rates = [_with_rows(rates[0], rows[:, part].flatten()) for part in range(2)]
+        return (*products, *rates)
+
+    def _blocks_or_numbers(self, names: Sequence[str]) -> list[Linear]:
+        """Returns matrices that stay quantized in blocks if the kernels can read the formats of all
+        of them. Matrices of fp8 numbers do not stay quantized."""
+        found = self._tensors.quantized(names)
+        if found and not any(isinstance(each.blocks, Fp8) for each in found):
+            return found
+        return [Linear(self._tensors.tensor(name), None) for name in names]
 
     def _of_latent(self, name: str, rotated: RotatedRows) -> Linear:
         weight = Linear(self._tensors.tensor(f"{name}.weight"), None)
@@ -480,6 +501,13 @@ class _Builder:
 
     def _indexer(self, name: str, indexer: Indexer) -> IndexerWeights:
         tensors = self._tensors
+        if indexer.block_size is not None:
+            return IndexerWeights(
+                queries=tensors.tensor(f"{name}.q_proj.weight"),
+                keys=tensors.tensor(f"{name}.k_proj.weight"),
+                key_norm=self.norm(f"{name}.k_norm.weight"),
+                query_norm=self.norm(f"{name}.q_norm.weight"),
+            )
         order = indexer_rows(indexer)
         keys = tensors.tensor(f"{name}.wk.weight")
         order = order.to(keys.device)
@@ -495,7 +523,8 @@ class _Builder:
         )
 
     def _mlp(self, name: str) -> Mlp:
-        if self._config.has_fused_mlp:
+        is_fused = self._config.may_fuse_mlp and f"{name}.gate_up_proj.weight" in self._tensors
+        if self._config.has_fused_mlp or is_fused:
             gate_up: tuple[Linear, ...] = (self._tensors.linear(f"{name}.gate_up_proj"),)
         elif not self._config.has_gates:
             gate_up = (self._tensors.linear(f"{name}.up_proj"),)
@@ -536,7 +565,8 @@ def _with_rows(matrix: Linear, rows: torch.Tensor) -> Linear:
     """Returns a matrix with the outputs `rows` of a matrix, in that order."""
     bias = None if matrix.bias is None else matrix.bias[rows.to(matrix.bias.device)]
     if matrix.blocks is not None:
-        return replace(matrix, bias=bias, blocks=matrix.blocks.in_order(rows))
+        weight = matrix.weight.new_empty(len(rows), matrix.weight.shape[1])
+        return Linear(weight, bias, matrix.blocks.in_order(rows))
     return Linear(matrix.weight[rows.to(matrix.weight.device)], bias)
 
 

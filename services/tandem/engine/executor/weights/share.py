@@ -134,24 +134,29 @@ def joined_products(layer: LayerWeights) -> LayerWeights:
     multiplies them. Quantized matrices whose formats differ stay separate."""
 
     def mlp(weights: Mlp) -> Mlp:
-        return replace(weights, gate_up=_joined(weights.gate_up))
+        return replace(weights, gate_up=joined_parts(weights.gate_up))
 
     mlps = layer.mlp
     assert mlps is not None
     if isinstance(mlps, ExpertWeights):
         shared = None if mlps.shared is None else mlp(mlps.shared)
-        return replace(layer, qkv=_joined(layer.qkv), mlp=replace(mlps, shared=shared))
-    return replace(layer, qkv=_joined(layer.qkv), mlp=mlp(mlps))
+        return replace(layer, qkv=joined_parts(layer.qkv), mlp=replace(mlps, shared=shared))
+    return replace(layer, qkv=joined_parts(layer.qkv), mlp=mlp(mlps))
 
 
-def _joined(parts: tuple[Linear, ...]) -> tuple[Linear, ...]:
+def joined_parts(parts: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    """Copies matrices with the same input to one matrix. Quantized matrices whose formats differ
+    stay separate."""
     quantized = [part.blocks for part in parts if part.blocks is not None]
     blocks = joined(quantized) if len(quantized) == len(parts) else None
     if len(parts) == 1 or (quantized and blocks is None):
         return parts
     weight = torch.cat([part.weight for part in parts])
-    biases = [part.bias for part in parts if part.bias is not None]
-    return (Linear(weight, torch.cat(biases) if biases else None, blocks),)
+    bias = None
+    if (one := next((part.bias for part in parts if part.bias is not None), None)) is not None:
+        biases = (one.new_zeros(len(p.weight)) if p.bias is None else p.bias for p in parts)
+        bias = torch.cat(list(biases))
+    return (Linear(weight, bias, blocks),)
 
 
 def _mlp(mlp: Mlp, share: Share) -> Mlp:

@@ -11,6 +11,9 @@ packed  weight_packed                    [out, in / 8]          I32
         weight_zero_point, if has_zeros  [out / 8, groups]      I32
         weight_shape                     [2]                    I64
         weight_g_idx, optional           [in]                   I32
+fp4     weight_packed                    [out, in / 2]          U8
+        weight_scale                     [out, groups]          F8_E4M3, or U8 with groups of 32
+        weight_global_scale              [1], if groups have 16 inputs
 gptq    qweight                          [in / 8, out]          I32
         qzeros                           [groups, out / 8]      I32
         scales                           [groups, out]
@@ -37,6 +40,7 @@ PARTS: Mapping[Coding, tuple[str, ...]] = {
         *("weight_packed", "weight_scale", "weight_shape"),
         *("weight_zero_point", "weight_g_idx"),
     ),
+    "fp4": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
 }
@@ -63,9 +67,10 @@ def forms_of_parts(
     Raises UnsupportedModel if a matrix of this shape cannot be stored with the scheme."""
     if len(shape) != 2:
         raise UnsupportedModel(f"{module} is quantized, but only matrices may be quantized")
-    forms = (_scaled if scheme.coding == "scaled" else _words)(module, *shape, stored, scheme)
+    readers = {"scaled": _scaled, "fp4": _fp4}
+    forms = readers.get(scheme.coding, _words)(module, *shape, stored, scheme)
     names = {f"{module}.{part}": form for part, form in forms.items()}
-    if scheme.coding != "scaled":
+    if scheme.coding not in readers:
         return names
     unread = (f"{module}.{part}" for part in PARTS[scheme.coding])
     return names | {name: Form() for name in unread if name in stored and name not in names}
@@ -98,6 +103,18 @@ def _scaled(
         shapes = ((-(-num_out // rows), -(-num_in // columns)),)
     dtype = "F8_E4M3" if scheme.is_float else "I8"
     return {"weight": Form(((num_out, num_in),), (dtype,)), scale: Form(shapes, FLOATS)}
+
+
+def _fp4(
+    module: str, num_out: int, num_in: int, _: Mapping[str, TensorHeader], scheme: Scheme
+) -> dict[str, Form]:
+    groups = num_groups(module, num_in, scheme)
+    is_nv = scheme.group_size == 16
+    forms = {
+        "weight_packed": Form(((num_out, num_in // 2),), ("U8",)),
+        "weight_scale": Form(((num_out, groups),), ("F8_E4M3" if is_nv else "U8",)),
+    }
+    return forms | {"weight_global_scale": Form(((), (1,)), FLOATS)} if is_nv else forms
 
 
 def _words(

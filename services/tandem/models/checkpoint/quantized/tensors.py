@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import gguf
 import torch
 
 from tandem.errors import UnsupportedModel
+from tandem.models.checkpoint.expert_names import MXFP4_BLOCK
 from tandem.models.checkpoint.quantized.forms import PARTS
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.groups import QuantizedGroups
@@ -24,6 +26,9 @@ from tandem.models.gguf.tensors import GgufBlocks
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _FLOAT8 = torch.float8_e4m3fn
 _ZERO = torch.zeros(1, 1, dtype=torch.uint8)
+# The numbers of the codes of E2M1.
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1 = torch.cat([_E2M1, -_E2M1])
 _WORD_BITS = 32
 _MIDDLE = 128  # zero point of unsigned 8-bit numbers
 _UNSET = -1  # a weight_g_idx full of this number means that groups have consecutive inputs
@@ -49,6 +54,8 @@ class Coded:
         """The matrix's number of outputs and number of inputs."""
         rows, columns = self.by_kind[PARTS[self.scheme.coding][0]].shape
         word = _WORD_BITS // self.scheme.bits
+        if self.scheme.coding == "fp4":
+            return rows, 2 * columns
         if self.scheme.coding == "gptq":
             return columns, word * rows
         if self.scheme.coding == "awq":
@@ -82,17 +89,45 @@ class Coded:
 
     def numbers(self) -> torch.Tensor:
         """Returns the dequantized matrix, float32 [out, in]."""
+        if self.scheme.coding == "fp4":
+            return self._fp4()
         return self._fp8().numbers() if self.scheme.is_float else self._groups().values()
 
     def blocks(self) -> GgufBlocks | Fp8 | None:
         """Returns the matrix in the format of the native kernels, with exactly the same values;
         None if no block type represents the values."""
+        if self.scheme.coding == "fp4":
+            return self._mxfp4() if self.scheme.group_size == MXFP4_BLOCK else None
         return self._fp8() if self.scheme.is_float else self._groups().blocks()
 
     def packed(self) -> Fp8 | PackedGroups | None:
         """Returns the matrix in the format of the torch and Triton kernels, with exactly the same
-        values; None if its groups of inputs have different sizes."""
+        values; None if no such format represents the values."""
+        if self.scheme.coding == "fp4":
+            blocks = self.blocks()
+            return PackedGroups.of_blocks(blocks) if isinstance(blocks, GgufBlocks) else None
         return self._fp8() if self.scheme.is_float else self._groups().packed()
+
+    def _fp4(self) -> torch.Tensor:
+        """Returns the numbers of NVFP4 or MXFP4."""
+        if self.scheme.group_size == MXFP4_BLOCK:
+            return self._mxfp4().numbers()
+        numbers = _E2M1[self._codes().long()].view(self.shape[0], -1, self.scheme.group_size)
+        scales = self.by_kind["weight_scale"].float() / self.by_kind["weight_global_scale"].float()
+        return (numbers * scales.unsqueeze(-1)).flatten(1)
+
+    def _mxfp4(self) -> GgufBlocks:
+        """Returns MXFP4 numbers in the layout of GGUF files: a block has a scale, and the codes of
+        inputs i and i + 16 in byte i."""
+        first, last = self._codes().view(self.shape[0], -1, MXFP4_BLOCK).chunk(2, -1)
+        scales = self.by_kind["weight_scale"].unsqueeze(-1)
+        data = torch.cat([scales, first | last << 4], -1).flatten(1)
+        return GgufBlocks(data, gguf.GGMLQuantizationType.MXFP4, self.shape)
+
+    def _codes(self) -> torch.Tensor:
+        """Returns the 4-bit codes, uint8 [out, in]. A byte has two, the first in the low bits."""
+        pairs = self.by_kind["weight_packed"]
+        return torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
 
     def _groups(self) -> QuantizedGroups:
         groups = {

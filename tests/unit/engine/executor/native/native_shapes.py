@@ -37,7 +37,7 @@ from tandem.models.config.rope import Rope
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.native import library
 from tests.kv_pools import empty_pool
-from tests.random_blocks import TYPES, random_blocks
+from tests.random_blocks import NATIVE_TYPES, TYPES, random_blocks
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ SHAPES = (
     replace(BASE, kv="int4", window=20, is_odd=True),
     replace(BASE, kv="int4", block_size=12, weights=torch.bfloat16, num_threads=2),
     *(replace(QUANTIZED, blocks=(name,), bias=name == "Q4_1") for name in TYPES[:5]),
-    *(replace(QUANTIZED_BY_256, blocks=(name,)) for name in TYPES[5:]),
+    *(replace(QUANTIZED_BY_256, blocks=(name,)) for name in (*TYPES[5:], *NATIVE_TYPES)),
     replace(QUANTIZED, blocks=("Q4_Z32",), bias=True),
     replace(QUANTIZED_BY_256, blocks=("Q4_Z64", "Q4_Z64", "Q4_0"), num_threads=2),
     replace(QUANTIZED, blocks=("Q5_0", "Q8_0", "Q4_1"), num_threads=2, bias=True),

@@ -21,6 +21,15 @@ PROMPTS = [
     for length in (20, 2)
 ]
 WINDOW = {"sliding_window": 8}  # shorter than the longer prompt
+SMALL_STATES = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 2,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mlp_only_layers": [0],
+}
 # By family: the kinds of layers that nothing above it has.
 KINDS: dict[str, dict[str, Any]] = {
     "gpt-oss": WINDOW,  # full and window, sinks, YaRN, biased experts, clamped gates
@@ -36,11 +45,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm4": {},  # pairs of neighbours rotated in a part of each head
     "ministral3": {"max_position_embeddings": 64},  # queries scaled by position
     "ernie4.5-moe": {},  # softmaxes with a correction
+    "qwen3-next": SMALL_STATES,  # Gated DeltaNet, gates of attention and of shared MLPs
 }
 OTHERS = (
     *("deepseek-v2-groups", "deepseek-v3-halves", "mixtral", "qwen3-moe", "mistral-window"),
     *("olmo3", "glm", "glm4-moe", "glm4-moe-lite", "seed-oss", "ernie4.5", "hy-v3"),
-    *("minimax-m2", "exaone4", "mistral4"),
+    *("minimax-m2", "exaone4", "mistral4", "qwen3.5", "qwen3.5-moe"),
 )
 
 

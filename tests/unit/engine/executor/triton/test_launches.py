@@ -16,7 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.executor.triton import attention
+from tandem.engine.executor.triton import attention, latent
 from tandem.engine.executor.triton.experts import StackedExperts
 from tandem.engine.executor.triton.products import product
 from tandem.engine.executor.weights.decoder_weights import ExpertWeights, Linear, Mlp, Quantized
@@ -38,6 +38,8 @@ DENSE_LAYER_MAX = 12
 EXPERTS_MAX = 5  # without the router and the choice of experts
 EXPERT_LAYER_MAX = 14
 NUM_IN, NUM_OUT = 2048, 70
+FIRST = ("_rotate_and_store", "_norm_and_store_latents")
+ATTENTION = ("_attend_split", "_attend_latent_split")
 _ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "detach", "_unsafe_view"}
 
 
@@ -68,7 +70,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return run(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        for module in (attention, packed_linear):
+        for module in (attention, latent, packed_linear):
             patch.setattr(module, "num_multiprocessors", lambda device: 132)
         patch.setattr(GridExecutor, "__call__", run_counted)
         with _Operations(launched):
@@ -161,7 +163,19 @@ def test_quantized_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_dense_layer(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in layers_of(family, tmp_path, monkeypatch):
-        assert len(layer) <= DENSE_LAYER_MAX, layer
+        assert len(layer) <= DENSE_LAYER_MAX, " ".join(layer)
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek-v3", pytest.param("deepseek-v2", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("num_seqs", [1, 2])
+def test_a_dense_layer_with_latent_attention(
+    family: str, num_seqs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = {"first_k_dense_replace": 3}
+    for layer in layers_of(family, tmp_path, monkeypatch, num_seqs=num_seqs, **dense):
+        assert len(layer) <= DENSE_LAYER_MAX, " ".join(layer)
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", pytest.param("mixtral", marks=pytest.mark.slow)])
@@ -170,23 +184,25 @@ def test_a_layer_of_experts(family: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert len(layer) <= EXPERT_LAYER_MAX, layer
 
 
-def layers_of(family: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def layers_of(
+    family: str, path: Path, monkeypatch: pytest.MonkeyPatch, *, num_seqs: int = 1, **changes: Any
+) -> list[list[str]]:
     """Returns the launches of each layer but the last in a decode step, from the layer's first
-    launch after its products of q, k and v.
+    launch after its products of q, k and v to the same of the next layer.
 
     Like on a card, q, k and v are one matrix: they are copied, because the file has another dtype.
     """
-    folder, _ = make_tiny_model(family, path)
+    folder, _ = make_tiny_model(family, path, **changes)
     config = EngineConfig(
         model=str(folder.path), dtype="bfloat16", block_size=8, max_num_seqs=2, max_model_len=512
     )
     runner = ModelRunner(folder, replace(config, kernels="triton"))
-    (sequence,) = place(runner, [[1, 2, 3, 4]])
-    runner.forward(StepBatch([sequence.take(3)]))
+    sequences = place(runner, [[1, 2, 3, 4]] * num_seqs)
+    runner.forward(StepBatch([sequence.take(3) for sequence in sequences]))
     with counted(monkeypatch) as launched:
-        runner.forward(StepBatch([sequence.take(1)]))
-    firsts = [at for at, name in enumerate(launched) if name == "_rotate_and_store"]
+        runner.forward(StepBatch([sequence.take(1) for sequence in sequences]))
+    firsts = [at for at, name in enumerate(launched) if name in FIRST]
     assert len(firsts) == 3
     layers = [launched[first:end] for first, end in pairwise(firsts)]
-    assert all(layer.count("_attend_split") == 1 for layer in layers)
+    assert all(sum(name in ATTENTION for name in layer) == 1 for layer in layers)
     return layers

@@ -15,7 +15,13 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.triton import tuning_shapes
 from tandem.engine.executor.triton.decode_graphs import bucket_sizes
-from tandem.engine.executor.triton.inputs import DecodeRows, StepShape, StepViews, write_step
+from tandem.engine.executor.triton.inputs import (
+    DecodeRows,
+    StepShape,
+    StepViews,
+    fill,
+    write_step,
+)
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
@@ -197,6 +203,37 @@ def test_kv_is_told_of_once_when_somebody_waits(tmp_path: Path) -> None:
     runner.forward(StepBatch([sequence.take(3)]), lambda: told.append(3))
     runner.forward(StepBatch([sequence.take(1)]), lambda: told.append(4))
     assert told == [3, 4]
+
+
+def test_padding_changes_no_state() -> None:
+    chunk = SequenceSlice([1, 2, 3], 5, [4], True, other_tables=([9],))
+    single = SequenceSlice([7], 12, [3, 5], True, other_tables=([6],))
+    batch = StepBatch([chunk, single])
+    step = write_step(batch, 8, num_states=1)
+    assert [part.tolist() for part in step.single_spans(1).tensors] == [[0], [1], [11], [6]]
+    chunks = step.chunk_spans(1)
+    assert [part.tolist() for part in chunks.tensors] == [[0], [3], [2], [9]]
+    assert chunks.max_rows == 3
+
+    shape = StepShape(10, 4, 2, 4, 2, 1, num_states=1)
+    padded = StepViews.of(torch.full((sum(shape.sizes),), 77, dtype=torch.int32), shape)
+    fill(padded, batch, 8)
+    single_spans, chunks = padded.single_spans(1), padded.chunk_spans(1)
+    assert [part.tolist()[0] for part in single_spans.tensors] == [0, 1, 11, 6]
+    assert [part.tolist()[0] for part in chunks.tensors] == [0, 3, 2, 9]
+    assert single_spans.num_rows[1] == chunks.num_rows[1] == 0
+    assert chunks.max_rows == 8
+
+    shape = StepShape(3, 3, 3, 3, 2, 1, num_states=1)
+    array = torch.full((sum(shape.sizes),), 77, dtype=torch.int32)
+    DecodeRows(array, shape).write([single], 8)
+    spans = StepViews.of(array, shape).single_spans(1)
+    assert [part.tolist() for part in spans.tensors] == [
+        [0, 0, 0],
+        [1, 0, 0],
+        [11, 0, 0],
+        [6, 0, 0],
+    ]
 
 
 def test_the_step_as_one_array() -> None:

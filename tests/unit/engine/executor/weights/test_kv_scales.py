@@ -142,7 +142,7 @@ def test_scales_that_the_config_promises_must_be_there(tmp_path: Path) -> None:
 
 def test_layers_without_kv_need_no_scales(tmp_path: Path) -> None:
     shape, _ = make_tiny_model("qwen3-next", tmp_path / "shape")
-    layers = [n for n, layer in enumerate(shape.config.layers) if layer.linear is None]
+    layers = [n for n, layer in enumerate(shape.config.layers) if layer.has_attention]
     assert 0 < len(layers) < shape.config.num_layers
     all_scales = scales_of(shape.config.num_layers)
     scales = {

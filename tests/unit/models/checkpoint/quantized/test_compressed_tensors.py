@@ -19,7 +19,7 @@ from tandem.models.checkpoint.quantized.forms import forms_of_parts, is_quantize
 from tandem.models.checkpoint.quantized.tensors import Coded, join_parts
 from tandem.models.config.quantization import read_quantization
 
-FILE = Path(__file__).parents[4] / "data" / "compressed_tensors" / "matrices.safetensors"
+FOLDER = Path(__file__).parents[4] / "data" / "compressed_tensors"
 
 
 @pytest.mark.parametrize(
@@ -34,20 +34,24 @@ FILE = Path(__file__).parents[4] / "data" / "compressed_tensors" / "matrices.saf
         ("MIXED", "mlp.up", "Q4_Z64"),
         ("MIXED", "mlp.down", ""),
         ("MIXED", "self_attn.q", "Q8_0"),
+        ("NVFP4A16", "", None),
+        ("MXFP4A16", "", "MXFP4"),
     ],
 )
-def test_a_matrix(model: str, module: str, kept: str) -> None:
-    """The model has one preset, or several."""
-    with safe_open(FILE, "pt") as file:
+def test_a_matrix(model: str, module: str, kept: str | None) -> None:
+    """The model has one preset, or several. `kept` is the type of its blocks, "" for fp8, and None
+    if there are none."""
+    path = FOLDER / f"{'fp4' if 'FP4' in model else 'matrices'}.safetensors"
+    with safe_open(path, "pt") as file:
         config = json.loads(file.metadata()[model])
     name = f"{model}.{module}" if module else model
-    stored = {n: each for n, each in load_file(FILE).items() if n.startswith(f"{name}.")}
+    stored = {n: each for n, each in load_file(path).items() if n.startswith(f"{name}.")}
     expected = stored.pop(f"{name}.expected")
     quantization = read_quantization({"quantization_config": config})
     assert quantization is not None
     scheme = quantization.of(module)
     assert scheme is not None
-    headers = read_header(FILE).tensors
+    headers = read_header(path).tensors
     assert is_quantized(name, headers, scheme)
     forms = forms_of_parts(name, tuple(expected.shape), headers, scheme)
     assert {part for part, form in forms.items() if not form.is_optional} <= stored.keys()
@@ -56,10 +60,14 @@ def test_a_matrix(model: str, module: str, kept: str) -> None:
         assert headers[part].shape in forms[part].shapes
         assert headers[part].dtype in forms[part].dtypes
     stored = {f"{module}{part.removeprefix(name)}": each for part, each in stored.items()}
-    (coded,) = join_parts(stored, quantization, dict.fromkeys(stored, FILE)).values()
+    (coded,) = join_parts(stored, quantization, dict.fromkeys(stored, path)).values()
     assert isinstance(coded, Coded)
     assert coded.shape == tuple(expected.shape)
     assert torch.equal(coded.numbers(), expected)
+    if kept is None:
+        assert coded.packed() is None
+        assert coded.blocks() is None
+        return
     assert torch.equal(coded.packed().numbers(), expected)
     blocks: Any = coded.blocks()
     assert torch.equal(blocks.numbers(), expected)
