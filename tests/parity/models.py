@@ -12,6 +12,8 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
@@ -42,7 +44,8 @@ def make_random_model(folder: Path, family: str = "llama", **more: Any) -> PreTr
     """Saves a model and returns transformers' version of it: a Llama; a Mistral with WINDOW in all
     layers; a gpt-oss with WINDOW in every second layer; a Gemma 3 with WINDOW in two of three
     layers; a DeepSeek V3 without windows, which stores latents; a Qwen3-Next with states in two of
-    three layers, which last for thousands of tokens; or a Gemma 4 or a MiMo V2 Flash, whose layers
+    three layers, which last for thousands of tokens; a Falcon-H1 with such states beside
+    attention in each layer; or a Gemma 4 or a MiMo V2 Flash, whose layers
     with a window have heads of another size or number. `more` are settings of its config."""
     source = resolve("smollm2").path
     config = json.loads((source / "config.json").read_text())
@@ -112,6 +115,9 @@ def _make(family: str, sizes: dict[str, Any]) -> PreTrainedModel:
             "first_k_dense_replace": 1,
         }
         return DeepseekV3ForCausalLM(DeepseekV3Config(**(sizes | latent | heads | experts)))
+    if family == "falcon_h1":
+        mamba = {"mamba_n_heads": 8, "mamba_d_ssm": 128, "mamba_d_state": 32}
+        return FalconH1ForCausalLM(FalconH1Config(**sizes, **mamba, ssm_out_multiplier=0.5))
     if family == "qwen3_next":
         experts = {
             "num_experts": 8,

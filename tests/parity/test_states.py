@@ -45,19 +45,24 @@ def _num_cached(answer: Answer) -> int:
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("family", "names"),
     [
-        pytest.param(("aggregated", "nixl"), id="nixl"),
+        pytest.param("qwen3_next", ("aggregated", "nixl"), id="nixl"),
         *(
-            pytest.param(("aggregated", name), id=name, marks=pytest.mark.slow)
+            pytest.param("qwen3_next", ("aggregated", name), id=name, marks=pytest.mark.slow)
             for name in WAYS
             if name not in ("aggregated", "nixl")
         ),
+        pytest.param(
+            "falcon_h1", ("aggregated", *WAYS[1:3]), id="falcon_h1", marks=pytest.mark.slow
+        ),
     ],
 )
-def test_each_way(names: tuple[str, ...], redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+def test_each_way(
+    family: str, names: tuple[str, ...], redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
     (tmp_path / "model").mkdir()
-    model = make_random_model(tmp_path / "model", "qwen3_next")
+    model = make_random_model(tmp_path / "model", family)
     sent = [_make_request(prompt) for prompt in _PROMPTS]
     with start_ways(
         redis_server,
