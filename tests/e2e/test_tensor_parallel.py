@@ -120,6 +120,16 @@ async def answers(
     return await asyncio.gather(*streams)
 
 
+def check_pulled(cluster: LocalCluster, transport: str) -> None:
+    """All blocks of the prompts were pulled, unless a lease was lost because the machine is busy.
+    The decode worker then computes the prompt."""
+    pulled = metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+    wanted = sum(len(prompt) // 16 for prompt in PROMPTS)
+    lost = metric(cluster, "decode-0", "tandem_local_prefills_total")
+    assert pulled >= (1 if lost else wanted)
+    assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+
+
 def ranks_of(worker: WorkerProcess) -> list[int]:
     """The pids of the worker's ranks but the first."""
     processes = psutil.Process(worker.process.pid).children(recursive=True)
@@ -158,9 +168,7 @@ async def test_tokens_do_not_depend_on_the_degree(
             assert await answers(client) == expected
             assert await answers(client) == expected  # with warm caches
         await asyncio.to_thread(cluster.wait_idle)
-        pulled = metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
-        assert pulled >= sum(len(prompt) // 16 for prompt in PROMPTS)
-        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+        check_pulled(cluster, transport)
 
 
 @pytest.mark.slow
@@ -279,9 +287,7 @@ async def test_tokens_do_not_depend_on_the_degree_if_each_rank_has_a_pool(
             assert await answers(client, num_tokens=num_tokens) == expected
             assert await answers(client, num_tokens=num_tokens) == expected  # with warm caches
         await asyncio.to_thread(cluster.wait_idle)
-        pulled = metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
-        assert pulled >= sum(len(prompt) // 16 for prompt in PROMPTS)
-        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+        check_pulled(cluster, transport)
         preempted = metric(cluster, "decode-0", "tandem_preemptions_total")
         assert (preempted > 0) == (num_tokens == PREEMPTED)
 
@@ -316,9 +322,7 @@ async def test_tokens_do_not_depend_on_the_degree_if_ranks_have_the_same_heads(
             assert await answers(client, num_tokens=PREEMPTED) == expected
             assert await answers(client, num_tokens=PREEMPTED) == expected  # with warm caches
         await asyncio.to_thread(cluster.wait_idle)
-        pulled = metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
-        assert pulled >= sum(len(prompt) // 16 for prompt in PROMPTS)
-        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+        check_pulled(cluster, transport)
 
 
 @pytest.mark.slow

@@ -179,8 +179,9 @@ class KvCache:
             if number in frozen:
                 blocks = self._state_pool(number).take(frozen[number])
             elif loaded and isinstance(pool, WindowPool):
-                blocks = pool.reserve_any(hashes, size)
-                assert blocks is not None
+                any_blocks = pool.reserve_any(hashes, size)
+                assert any_blocks is not None
+                blocks = any_blocks
             else:
                 found = pool.reserve(hashes, size, source)
                 assert found is not None

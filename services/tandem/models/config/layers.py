@@ -241,8 +241,8 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
     if family.rope_if == "named":
         return [config.get("position_embedding_type") == "rope"] * num_layers
     if family.rope_if == "given":
-        given = {"rope_theta": family.rope_theta, **config, **rope_parameters(config)}
-        return [given["rope_theta"] is not None] * num_layers
+        parameters = {"rope_theta": family.rope_theta, **config, **rope_parameters(config)}
+        return [parameters["rope_theta"] is not None] * num_layers
     if not family.has_no_rope_layers:
         return [True] * num_layers
     # `no_rope_layers` has one number per layer. Despite its name, 1 means that the layer has RoPE.

@@ -14,6 +14,7 @@ import gguf
 import torch
 
 from tandem.errors import UnsupportedModel
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.gguf.headers import read_headers
 from tandem.models.gguf.layout import StoredTensor
@@ -189,7 +190,7 @@ def _of_tiled_heads(
 ) -> GgufBlocks:
     """Returns a tensor of a layer with linear attention whose value heads are in llama.cpp's order
     (`has_tiled_heads`)."""
-    sizes = next(layer.linear for layer in config.layers if layer.linear is not None)
+    sizes = next(layer.linear for layer in config.layers if isinstance(layer.linear, GatedDelta))
     heads = sizes.group, sizes.num_key_heads
     bytes_of_tensor = data[stored.begin : stored.end]
     is_decay = name.endswith(A_LOG)

@@ -20,7 +20,7 @@ from tandem.models.config.text_part import text_name
 from tandem.models.folder import ModelFolder
 from tandem.models.source import read_folder
 from tests.step_batches import logits_after
-from tests.tiny_models import character_tokenizer
+from tests.tiny_models import character_tokenizer, make_tiny_model
 
 PROMPT = torch.randint(0, 203, (90,), generator=torch.Generator().manual_seed(3)).tolist()
 ENGINE = EngineConfig(model="", dtype="float32", kernels="torch", device="cpu", block_size=8)
@@ -286,6 +286,22 @@ def test_names_of_all_versions(inner: str, output: str, tmp_path: Path) -> None:
         renamed[name] = tensor
     save_file(renamed, tmp_path / "model.safetensors")
     assert_equal(read_folder(tmp_path), expected(model))
+
+
+def test_gemma_3n(tmp_path: Path) -> None:
+    """The whole model needs a package for its vision tower, so the reference is the text part, and
+    its tensors are renamed as in the published folders."""
+    model = make_tiny_model("gemma3n", tmp_path)[1]
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {f"model.language_model.{name[6:]}": each for name, each in tensors.items()}
+    tower = {"model.vision_tower.stem.weight": torch.zeros(2)}
+    save_file(renamed | tower, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    folder = read_folder(tmp_path)
+    assert folder.config.is_text_part
+    assert_equal(folder, expected(model))
 
 
 def test_shards(tmp_path: Path) -> None:
