@@ -164,7 +164,7 @@ def _mlp(family: Family) -> str:
     if family.experts == "nemotron":
         words[0] += " beside a shared MLP, without gates; squares of ReLU"
     if family.experts == "granite":
-        words[0] += " beside a shared MLP, or dense"
+        words[0] += ", or dense"
     if family.has_shared_gate:
         words[0] += " beside a shared MLP with a gate"
     if family.experts == "gpt_oss":

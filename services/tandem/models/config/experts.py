@@ -75,8 +75,6 @@ def read_experts(
     shared_inner = inner * size(config, "n_shared_experts") if has_shared else 0
     if family.experts == "nemotron":
         shared_inner = size(config, "moe_shared_expert_intermediate_size")
-    if family.experts == "granite":
-        shared_inner = size(config, "shared_intermediate_size")
     if family.has_shared_gate:
         shared_inner = size(config, "shared_expert_intermediate_size")
     if "shared_intermediate_size" in family.defaults:
