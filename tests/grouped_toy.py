@@ -194,7 +194,7 @@ class GroupedToyRunner(ToyRunner):
 def make_grouped_engine(
     windows: Windows,
     *,
-    num_blocks: int,
+    num_blocks: int | None,
     block_size: int = 4,
     max_model_len: int = 1000,
     kv_dtype: str = "float32",

@@ -14,15 +14,21 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -34,16 +40,26 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -60,10 +76,14 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -131,6 +151,15 @@ _DEEPSEEK = {
     "moe_intermediate_size": 44,
     "first_k_dense_replace": 1,
 }
+# An indexer chooses 24 tokens. It has so many heads that scores are never 0, because transformers
+# does not take the first of equal scores.
+_INDEXER = {
+    "q_lora_rank": 28,
+    "index_n_heads": 16,
+    "index_head_dim": 20,
+    "index_topk": 24,
+    "attention_bias": True,
+}
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 _EXPERTS = {
     "n_routed_experts": 12,
@@ -146,6 +175,23 @@ _DELTA = {
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 24,
     "linear_value_head_dim": 32,
+}
+_CONV = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "conv_bias": True,
+}
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 21,  # 42 channels of B, which 4 heads cannot share equally
+}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+    "attention_bias": True,
 }
 _SHARED_EXPERT = {
     "num_experts": 12,
@@ -287,22 +333,179 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "tie_word_embeddings": True,
         },
     ),
+    "deepseek-v3.2": (
+        DeepseekV32ForCausalLM,
+        DeepseekV32Config,
+        _DEEPSEEK
+        | _INDEXER
+        | {
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            **_NO_PAD,
+        },
+    ),
+    "glm5": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig,
+        _DEEPSEEK
+        | _INDEXER
+        | {
+            "num_hidden_layers": 4,
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "tie_word_embeddings": True,
+            **_NO_PAD,
+        },
+    ),
     "smollm3": (
         SmolLM3ForCausalLM,
         SmolLM3Config,
         {"no_rope_layers": [1, 0, 1], "attention_bias": True, "mlp_bias": True, **_NO_PAD},
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {"attention_bias": True}),
+    "olmo-hybrid": (
+        OlmoHybridForCausalLM,
+        OlmoHybridConfig,
+        # q, k and v have equally many channels, because transformers stores equal parts.
+        _DELTA
+        | {
+            "linear_num_key_heads": 3,
+            "linear_key_head_dim": 64,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            **_NO_PAD,
+        },
+    ),
+    "olmo-hybrid-rope": (
+        OlmoHybridForCausalLM,
+        OlmoHybridConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": _LINEAR,
+            "tie_word_embeddings": True,
+            **_NO_PAD,
+        },
+    ),
     "granite": (
         GraniteForCausalLM,
         GraniteConfig,
+        _GRANITE | {"mlp_bias": True},
+    ),
+    "granite4": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        _GRANITE
+        | _MAMBA
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+            "mamba_proj_bias": True,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 44,
+            "shared_intermediate_size": 52,
+        },
+    ),
+    "granite4-dense": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        _MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 52,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-h1": (
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        _MAMBA
+        | {
+            "mamba_d_ssm": 192,
+            "mlp_multipliers": [1.7, 0.6],
+            "key_multiplier": 0.4,
+            "attention_out_multiplier": 0.9,
+            "attention_in_multiplier": 1.2,
+            "ssm_multipliers": [0.35, 0.25, 0.4, 0.5, 0.7],
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.3,
+            "embedding_multiplier": 5.7,
+            "lm_head_multiplier": 0.4,
+            "rope_parameters": _LINEAR,
+        },
+    ),
+    "falcon-h1-norm": (
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        _MAMBA
+        | {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 192,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_out_multiplier": 0.3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron-h": (
+        NemotronHForCausalLM,
+        NemotronHConfig,
         {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.1,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 2.5,
-            "attention_bias": True,
+            "layers_block_type": [
+                *("linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"),
+            ],
+            "head_dim": 32,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 48,
+            "ssm_state_size": 21,
+            "n_groups": 2,
+            "use_bias": True,
             "mlp_bias": True,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "moe_shared_expert_intermediate_size": 52,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "lfm2": (
+        Lfm2ForCausalLM,
+        Lfm2Config,
+        _CONV | {"intermediate_size": 120, "block_multiple_of": 36},
+    ),
+    "lfm2-moe": (
+        Lfm2MoeForCausalLM,
+        Lfm2MoeConfig,
+        _CONV
+        | {
+            "num_dense_layers": 2,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "lfm3": (
+        Lfm3ForCausalLM,
+        Lfm3Config,
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention", "conv"],
+            "conv_bias": True,
+            "head_dim": 32,
+            "sliding_window": 40,
+            "attention_bias": True,
+            **_NO_PAD,
         },
     ),
     "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 40, **_NO_PAD}),
@@ -511,6 +714,27 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             **_NO_PAD,
         },
     ),
+    "gemma3n": (
+        Gemma3nForCausalLM,
+        Gemma3nTextConfig,
+        {
+            "num_hidden_layers": 5,
+            "intermediate_size": [76, 76, 60, 76, 44],
+            "head_dim": 16,
+            "sliding_window": 40,
+            "attention_bias": True,
+            "layer_types": ["sliding_attention", *_WINDOWS, "full_attention"],
+            "final_logit_softcapping": 3.0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 190,
+            "num_kv_shared_layers": 2,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "laurel_rank": 12,
+            "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.8],
+            **_NO_PAD,
+        },
+    ),
     "gemma4": (
         Gemma4ForCausalLM,
         Gemma4TextConfig,
@@ -544,12 +768,32 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             **_NO_PAD,
         },
     ),
+    "gemma4-moe": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 203,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 44,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "global_head_dim": 32,
+            **_NO_PAD,
+        },
+    ),
     "mimo-v2": (
         MiMoV2FlashForCausalLM,
         MiMoV2FlashConfig,
         {
             "head_dim": 32,
-            "v_head_dim": 24,
+            "v_head_dim": 16,
             "num_key_value_heads": 1,
             "n_routed_experts": 12,
             "num_experts_per_tok": 3,
@@ -574,7 +818,9 @@ FAMILIES = tuple(_FAMILIES)
 # them to the long form.
 KNOWN_KINDS = (
     *("olmo3", "glm", "glm4-moe", "glm4-moe-lite", "minimax-m2", "seed-oss", "exaone4"),
+    "deepseek-v3.2",
     *("ernie4.5", "hy-v3", "mistral4", "hunyuan-moe", "gemma4-keys"),
+    *("granite4-dense", "falcon-h1-norm", "lfm2-moe", "olmo-hybrid-rope"),
 )
 
 
@@ -597,7 +843,7 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2 + name.endswith("layer_scalar"))
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # exp(-8) per token: a state lasts thousands of tokens

@@ -62,14 +62,29 @@ def _attention(family: Family) -> str:
         "pattern": f"a window, but for the last of each {family.pattern} layers",
     }
     words = ["latent" if family.is_latent else parts[family.windows]]
+    if family.indexer:
+        words.append("to tokens that an indexer chooses")
+    if family.indexer == "shared":
+        words.append("some layers use the choice of an earlier one")
     if family.linear:
-        words = ["Gated DeltaNet, full in some layers"]
+        states = {"short_conv": "short convolutions", "mamba2": "Mamba 2"}
+        kind = states.get(family.linear, "Gated DeltaNet")
+        others = "full or a window" if family.windows == "pattern" else "full"
+        words = [f"{kind}, {others} in some layers"]
+        if family.has_parallel_state:
+            words = [f"full beside {kind} in all layers"]
+        if family.has_single_parts:
+            words[0] += ", none in the others"
     if family.has_attention_gates:
         words.append("gates on the output of full attention")
+    if family.has_head_gates:
+        words.append("gates on the output of each head")
     if family.has_gemma4_layers:
         words.append(
             "other heads in layers without a window; KV of earlier layers in the last ones"
         )
+    if family.has_alt_up:
+        words.append("KV of earlier layers in the last ones")
     if family.has_mimo_layers:
         words.append("the first has none; twice as many KV heads in layers with a window")
     if family.has_sinks:
@@ -85,6 +100,12 @@ def _positions(family: Family) -> str:
     words = ["in all layers"]
     if family.has_no_rope_layers:
         words = ["none in some layers"]
+    if family.rope_if == "never":
+        words = ["none"]
+    if family.rope_if == "named":
+        words = ["in all layers or none, by `position_embedding_type`"]
+    if family.rope_if == "given":
+        words = ["in all layers, or none if `rope_theta` is null"]
     if family.rope_in_windows:
         words = ["in layers with a window"]
     if family.rope_in_windows == "or_all":
@@ -104,6 +125,10 @@ def _norms(family: Family) -> str:
     where = "before and after" if family.norms.startswith("around") else family.norms
     if family.norms == "parallel":
         where = "before attention and the MLP, which are side by side"
+    if family.norms == "single":
+        where = "before each part"
+    if family.norms == "after_attention":
+        where = "after in layers with attention, before in the others"
     if family.centers_norms:
         where += ", LayerNorm"
     weights = f", with {family.norm_offset:g} + w" if family.norm_offset else ""
@@ -115,7 +140,8 @@ def _norms(family: Family) -> str:
         "rotated_plain": "; of each head of q and k after RoPE, without weights",
     }
     latents = "; of latents" if family.is_latent else ""
-    latents += "; of values, without weights" if family.has_gemma4_layers else ""
+    has_value_norms = family.has_gemma4_layers or family.has_alt_up
+    latents += "; of values, without weights" if has_value_norms else ""
     return where + weights + of_heads[family.qk_norm] + latents
 
 
@@ -126,11 +152,17 @@ def _mlp(family: Family) -> str:
         "from": "dense, then experts",
         "types": "experts in the layers of `mlp_layer_types`",
         "range": "experts in some layers",
+        "kinds": "dense or experts in layers of their own",
         "listed": "experts in some layers",
+        "switched": "dense; with `enable_moe_block` experts, and the dense MLP beside them",
     }
     words = [layers[family.expert_layers] if family.experts else "dense"]
     if "n_shared_experts" in family.defaults:
         words[0] += " beside a shared MLP"
+    if family.experts == "nemotron":
+        words[0] += " beside a shared MLP, without gates; squares of ReLU"
+    if family.experts == "granite":
+        words[0] += " beside a shared MLP, or dense"
     if family.has_shared_gate:
         words[0] += " beside a shared MLP with a gate"
     if family.experts == "gpt_oss":
@@ -142,6 +174,8 @@ def _mlp(family: Family) -> str:
         words.append("weights multiply their inputs")
     if family.has_clamped_gates:
         words.append("clamped gates")
+    if family.has_alt_up:
+        words.append("sparse gates in some layers")
     if family.fused:
         others = ", and so are q, k, v" if family.fused == "all" else ""
         words.append(f"stored as one matrix{others}")
@@ -155,7 +189,13 @@ def _factors(family: Family) -> str:
         "": [],
         "granite": ["of embeddings, scores, residuals and logits"],
         "gemma": ["of embeddings and scores"],
+        "gemma3n": [
+            "of embeddings",
+            "embeddings for each layer",
+            "copies of the residual stream (AltUp, LAuReL)",
+        ],
         "cohere": ["of logits"],
+        "falcon_h1": ["of embeddings, logits and most products"],
     }
     scaled = {"all": "all layers", "no_rope": "layers without positions"}
     if family.query_scaling:

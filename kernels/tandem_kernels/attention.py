@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from tandem_kernels.attention_groups import AttentionGroup, QuerySpan, make_groups
+from tandem_kernels.key_choice import Choice
 from tandem_kernels.kv_cache import KvPool
 
 # (queries, keys, values, mask, sinks) -> output in the shape of the queries
@@ -64,14 +65,25 @@ class PagedAttention:
             for group in make_groups(spans, pool, window=window)
         ]
 
+    @property
+    def groups(self) -> list[AttentionGroup]:
+        return [part.group for part in self._parts]
+
     def __call__(
-        self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        choice: Choice | None = None,
     ) -> torch.Tensor:
         """Returns the attention output for queries [T, heads, D], in the same shape. The K and V of
-        the step's tokens must already be in the pool. `sinks` is [heads].
+        the step's tokens must already be in the pool. `sinks` is [heads]. With `choice`, queries
+        attend only to the chosen keys.
         """
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        for part in self._parts:
+        for number, part in enumerate(self._parts):
+            if choice is not None:
+                part = _MaskedGroup(part.group, _added(choice[number], queries.dtype))
             group = part.group
             rows = slice(group.first_row, group.first_row + group.num_rows)
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs).to(queries.dtype)
@@ -182,10 +194,24 @@ def _attend_chunk(
     keys, values = kv[:, 0].unsqueeze(2).expand(-1, -1, group_size, -1, -1)
     if mask is None:
         keys, values = keys[..., :num_queries, :], values[..., :num_queries, :]
+    else:
+        mask = mask.transpose(0, 1)  # [1 or KV heads, 1, n, keys]
     if sinks is not None:
         sinks = sinks.view(num_kv_heads, group_size, 1, 1)
     result = product(grouped, keys, values, mask, sinks)
     out.view(num_queries, num_kv_heads, group_size, head_dim).copy_(result.permute(2, 0, 1, 3))
+
+
+def _added(chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the mask that is added to the scores: 0 where `chosen` is true, -inf elsewhere."""
+    return torch.zeros(chosen.shape, dtype=dtype, device=chosen.device).masked_fill_(
+        ~chosen, float("-inf")
+    )
+
+
+def scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Returns the products [B, n, K] of queries [B, n, D] and keys [B, K, D]."""
+    return queries @ keys.transpose(-1, -2)
 
 
 def _mask(
@@ -204,6 +230,4 @@ def _mask(
     lens = torch.tensor(group.context_lens, device=pool.device).view(-1, 1, 1, 1)
     queries = torch.arange(1 - group.num_queries, 1, device=pool.device).view(-1, 1)
     keys, ends = torch.arange(padded, device=pool.device), lens + queries
-    hidden = group.hidden(keys, ends, window, chunk)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=pool.device)
-    return mask.masked_fill_(hidden, float("-inf"))
+    return _added(~group.hidden(keys, ends, window, chunk), dtype)

@@ -50,6 +50,7 @@ class AttentionGroup:
     num_queries: int
     context_lens: tuple[int, ...]  # [B]
     visible: tuple[tuple[int, int] | None, ...]  # [B]: `visible` of each span
+    block_tables: torch.Tensor  # [B, M]: block ids, padded to the longest context
     block_rows: torch.Tensor  # result of KvPool.block_rows for the group's block tables
     shares: tuple[BlockShares | None, ...]  # [B]: `shares` of each span
 
@@ -157,11 +158,13 @@ def _group(part: list[QuerySpan], pool: KvPool, padded_to: int) -> AttentionGrou
         # A negative id marks a block that was released because it is outside the window. The mask
         # hides its keys, so any block can be read instead, such as block 0.
         row[:used] = torch.tensor(span.block_table[:used]).clamp_(min=0)
+    tables = tables.to(pool.device)
     return AttentionGroup(
         first_row=part[0].first_row,
         num_queries=part[0].num_queries,
         context_lens=tuple(s.context_len for s in part),
         visible=tuple(s.visible for s in part),
-        block_rows=pool.block_rows(tables.to(pool.device)),
+        block_tables=tables,
+        block_rows=pool.block_rows(tables),
         shares=tuple(s.shares for s in part),
     )

@@ -15,11 +15,12 @@ threads, because all matrix products have one shape and all sums have one order:
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tandem_kernels.attention_groups import AttentionGroup, QuerySpan, make_groups
+from tandem_kernels.key_choice import Choice
 from tandem_kernels.kv_cache import KvPool
 
 ROW_TILE = 16
@@ -61,17 +62,28 @@ class InvariantPagedAttention:
         groups = make_groups(spans, pool, padded_to, window)
         self._parts = [self._tiled(group, window, chunk) for group in groups]
 
+    @property
+    def groups(self) -> list[AttentionGroup]:
+        return [part.group for part in self._parts]
+
     def __call__(
-        self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        choice: Choice | None = None,
     ) -> torch.Tensor:
         """Returns the attention output for queries [T, heads, D], in the same shape. The K and V of
-        the step's tokens must already be in the pool. `sinks` is [heads].
+        the step's tokens must already be in the pool. `sinks` is [heads]. With `choice`, queries
+        attend only to the chosen keys; all KV heads share it.
         """
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         scaled = queries * self._scale
         if sinks is not None:
             sinks = sinks.view(-1, self._group_size)
-        for part in self._parts:
+        for number, part in enumerate(self._parts):
+            if choice is not None:
+                part = replace(part, hidden=self._hidden_by(choice[number], part.group))
             group = part.group
             rows = slice(group.first_row, group.first_row + group.num_rows)
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs)
@@ -136,6 +148,18 @@ class InvariantPagedAttention:
                 shares.add(head_weights.view(num_queries, self._group_size, -1))
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
+    def _hidden_by(self, chosen: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
+        """Returns `_TiledGroup.hidden` for chosen keys, [B, 1, num_queries, padded context]."""
+        by_query = ~chosen.flatten(0, 2)
+        if group.num_queries == 1:
+            num_tiles = self._pool.num_kv_heads * self._tiles_per_query
+            by_row = by_query.repeat_interleave(num_tiles * ROW_TILE, 0)
+        else:
+            by_row = by_query.repeat_interleave(self._group_size, 0)
+            padding = -len(by_row) % ROW_TILE
+            by_row = torch.cat((by_row, by_row[-1:].expand(padding, -1)))
+        return by_row.view(-1, ROW_TILE, by_row.shape[1] // KEY_TILE, KEY_TILE).permute(2, 0, 1, 3)
+
     def _tiled(self, group: AttentionGroup, window: int | None, chunk: int | None) -> _TiledGroup:
         """Creates the mask of a group, and finds the row tiles that attend to each key tile.
 
@@ -167,6 +191,17 @@ class InvariantPagedAttention:
                 visible.amax(1).cummax(0).values, firsts, right=True
             ).tolist(),
         )
+
+
+def scores_invariant(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Returns the products [B, n, K] of queries [B, n, D] and keys [B, K, D]. K must be a multiple
+    of 64. The bits of a product depend neither on the other queries nor on the other keys."""
+    rows = _padded_rows(queries)
+    tiles = rows.view(-1, ROW_TILE, rows.shape[-1])
+    keys = keys.repeat_interleave(rows.shape[1] // ROW_TILE, 0)
+    key_tiles = torch.split(keys, KEY_TILE, 1)
+    out = torch.cat([torch.bmm(tiles, tile.transpose(1, 2)) for tile in key_tiles], -1)
+    return out.view(*rows.shape[:2], -1)[:, : queries.shape[1]]
 
 
 def _padded_rows(rows: torch.Tensor) -> torch.Tensor:

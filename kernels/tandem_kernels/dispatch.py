@@ -10,9 +10,10 @@ from typing import Protocol
 
 import torch
 
-from tandem_kernels.attention import PagedAttention
-from tandem_kernels.attention_groups import QuerySpan
-from tandem_kernels.attention_invariant import InvariantPagedAttention
+from tandem_kernels.attention import PagedAttention, scores
+from tandem_kernels.attention_groups import AttentionGroup, QuerySpan
+from tandem_kernels.attention_invariant import InvariantPagedAttention, scores_invariant
+from tandem_kernels.key_choice import Choice, Scores
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.linear import (
     TILE_ROWS,
@@ -25,12 +26,12 @@ from tandem_kernels.linear_attention import (
     StateSpan,
     gated_delta_rule,
     gated_delta_rule_recurrent,
+    mamba2,
+    mamba2_recurrent,
 )
 from tandem_kernels.norm import rms_norm
 from tandem_kernels.rope import rotate
 
-# (layer, queries, attention sinks or None) -> output in the shape of the queries
-Attention = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -41,6 +42,21 @@ class Linear(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+class Attention(Protocol):
+    """The attention of one step. `PagedAttention` documents the members."""
+
+    @property
+    def groups(self) -> list[AttentionGroup]: ...
+
+    def __call__(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        choice: Choice | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -71,6 +87,22 @@ class DeltaRule(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Mamba2Scan(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        a_log: torch.Tensor,
+        d: torch.Tensor,
+        dt_bias: torch.Tensor,
+        dt_limits: tuple[float, float],
+        states: torch.Tensor,
+        spans: Sequence[StateSpan],
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The operations for one device and numerics mode."""
@@ -82,6 +114,8 @@ class Kernels:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     rotate: Callable[[torch.Tensor, Angles], torch.Tensor]
     gated_delta_rule: DeltaRule
+    mamba2: Mamba2Scan
+    scores: Scores
 
 
 def kernels_for(device_type: str, numerics: str) -> Kernels:
@@ -98,5 +132,17 @@ def kernels_for(device_type: str, numerics: str) -> Kernels:
             rms_norm,
             rotate,
             gated_delta_rule_recurrent,
+            mamba2_recurrent,
+            scores_invariant,
         )
-    return Kernels(1, linear, linear_of_heads, PagedAttention, rms_norm, rotate, gated_delta_rule)
+    return Kernels(
+        1,
+        linear,
+        linear_of_heads,
+        PagedAttention,
+        rms_norm,
+        rotate,
+        gated_delta_rule,
+        mamba2,
+        scores,
+    )

@@ -3,11 +3,14 @@
 A block has the KV of `block_size` tokens in all layers. Within a block, the K of one head in one
 layer is a *run*: `block_size` rows of D elements, one row per token. Its V is the next run. A pool
 is thus a list of runs, in the order block, head, layer, K before V.
+If layers have indexers, the keys of the indexers are at the end of each block, in the place of some
+runs.
 
 The indices of runs and rows are computed once per step, for layer 0. For another layer, a constant
 is added. This module knows block ids and offsets, but no sequences.
 """
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,6 +51,15 @@ class RotatedKey(Protocol):
     def dtype(self) -> str: ...
 
 
+class IndexKeys(Protocol):
+    """The properties of tandem.common.dtypes.IndexKeys that a pool uses."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+
+
 class KvLayout(Protocol):
     """The properties of tandem.engine.cache.layout.block_layout.BlockLayout that a pool uses."""
 
@@ -75,6 +87,8 @@ class KvLayout(Protocol):
     def has_values(self) -> bool: ...
     @property
     def rotated(self) -> RotatedKey | None: ...
+    @property
+    def index(self) -> IndexKeys | None: ...
 
 
 class LayerKv(NamedTuple):
@@ -125,6 +139,9 @@ class KvPool:
         self.device = memory.device
         self._heads = torch.arange(heads.start, heads.stop, device=memory.device)
         self._own = slice(heads.start, heads.stop)
+        # Number of runs in a block. Index keys take the place of whole parts.
+        num_parts = layout.block_bytes // layout.layer_bytes
+        self._block_runs = num_parts * (1 + layout.has_values)
         self._make_views()
 
     def _make_views(self) -> None:
@@ -138,7 +155,8 @@ class KvPool:
         latent attention, this dimension has size 1."""
         runs = 1 + self.layout.has_values
         shape = self.layout.num_kv_heads, self.num_layers, runs, self.block_size, self.head_dim
-        return self._tokens.view(-1, *shape)[:, self._own]
+        blocks = self._tokens.view(self.layout.num_blocks, -1)
+        return blocks[:, : math.prod(shape)].view(-1, *shape)[:, self._own]
 
     def layer(self, number: int) -> LayerKv:
         return LayerKv(layer_of(self.kv, number), None)
@@ -173,8 +191,30 @@ class KvPool:
 
     def _first_runs(self, block_ids: torch.Tensor) -> torch.Tensor:
         """Returns the index of the run of K in layer 0 for each block and head, [..., heads]."""
-        heads = block_ids.unsqueeze(-1) * self.layout.num_kv_heads + self._heads
-        return heads * ((1 + self.layout.has_values) * self.num_layers)
+        head_runs = (1 + self.layout.has_values) * self.num_layers
+        return block_ids.unsqueeze(-1) * self._block_runs + self._heads * head_runs
+
+    def write_index(self, number: int, token_rows: torch.Tensor, keys: torch.Tensor) -> None:
+        """Stores keys of an indexer, [T, dim] of any dtype. `number` is the layer's index among the
+        layers with an indexer. `token_rows` is the result of the method `token_rows`."""
+        rows = token_rows[:, 0]
+        at = rows // (self._block_runs * self.block_size), rows % self.block_size
+        self._index_keys(number).index_put_(at, keys.to(self.dtype))
+
+    def gather_index(self, number: int, block_tables: torch.Tensor) -> torch.Tensor:
+        """Copies the indexer's keys of blocks to a tensor [B, M * block_size, dim]. `block_tables`
+        is [B, M], the ids of M blocks for each of B sequences."""
+        return self._index_keys(number)[block_tables].flatten(1, 2)
+
+    def _index_keys(self, number: int) -> torch.Tensor:
+        """Returns the keys of one indexer as a view [num_blocks, block_size, dim]."""
+        index = self.layout.index
+        assert index is not None
+        first = self.layout.num_kv_heads * self.layout.head_bytes
+        keys = self.memory[:, first:].view(self.dtype)
+        size = self.block_size * index.dim
+        own = keys[:, number * size : (number + 1) * size]
+        return own.view(-1, self.block_size, index.dim)
 
 
 class LatentKvPool(KvPool):

@@ -759,8 +759,8 @@ class _EngineThread:
                     self._deliver(engine.step())
         except BaseException as error:
             log.exception(
-                "the engine of this LLM failed: all its requests end with an error, and it accepts "
-                "no more; create a new LLM"
+                "the engine of this LLM failed, so all requests of this LLM end with an error and "
+                "new requests are refused; create a new LLM"
             )
             reason = f"the engine of this LLM failed: {self._rank_end or repr(error)}"
         finally:
@@ -824,7 +824,7 @@ def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) ->
     if unknown := [name for name in named if name not in allowed]:
         own = sorted({*_VLLM_OPTIONS, *_ENGINE_OPTIONS - {*_VLLM_OPTIONS.values()}})
         raise ConfigError(
-            f"LLM has no option {unknown[0]}; its options are model, seed, enable_lora, "
+            f"LLM has no option {unknown[0]}; allowed are model, seed, enable_lora, "
             f"{', '.join((*_ANSWER_OPTIONS, *own))}"
         )
     if not enable_lora:
@@ -840,7 +840,7 @@ def _single_prompt(prompt: Any) -> str | tuple[int, ...]:
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or not {"prompt", "prompt_token_ids"} & prompt.keys():
             raise BadRequest(
-                "a prompt that is a dict must have one key, prompt or prompt_token_ids; it has "
+                "a prompt dict must have one key, prompt or prompt_token_ids; the dict has "
                 f"{', '.join(map(str, prompt)) or 'none'}",
                 param="prompt",
             )
@@ -862,7 +862,7 @@ def _chat(
     """Returns the request to continue a conversation. Raises BadRequest."""
     if unknown := fields.keys() - set(ConversationFields.model_fields):
         allowed = ", ".join(sorted({*ConversationFields.model_fields} - {"messages"}))
-        raise BadRequest(f"chat has no argument {min(unknown)}; its arguments are {allowed}")
+        raise BadRequest(f"`chat` has no argument {min(unknown)}; allowed are {allowed}")
     body = validate(ChatBody, {"messages": list(messages), **fields})
     return ClientRequest(body.to_conversation(), **_sampling_fields(params))
 

@@ -29,6 +29,12 @@ _EXPECTED = (
 _HELD = ("num_running", "num_waiting", "num_leases", "num_pulls", "blocks_used")
 
 
+def share_resumed(outcomes: Iterable[Outcome]) -> float:
+    """The share of the finished requests that reused cached tokens of their prompt."""
+    finished = [o for o in outcomes if o.kind == "finished"]
+    return sum(o.cached_tokens > 0 for o in finished) / max(1, len(finished))
+
+
 def wrong_outcomes(outcomes: Iterable[Outcome]) -> list[str]:
     """Describes each request that ended wrongly, one per line.
 
@@ -163,7 +169,8 @@ def summary(
     }
     lines = [
         f"{len(outcomes)} requests in {seconds:.0f} s, the slowest {slowest:.1f} s: {dict(kinds)}",
-        f"tokens {sum(len(o.token_ids) for o in outcomes)}, all as expected unless said below",
+        f"tokens {sum(len(o.token_ids) for o in outcomes)}, all as expected unless said below; "
+        f"{share_resumed(outcomes):.0%} of the finished requests resumed after cached tokens",
         f"leases whole {total(cluster, 'tandem_transfer_exposed_seconds_count'):g}, lost "
         f"{total(cluster, 'tandem_remote_prefill_failures_total'):g}; prefills where it decodes "
         f"after that {total(cluster, 'tandem_local_prefills_total'):g}; blocks pulled {pulled}",

@@ -61,6 +61,7 @@ class Outcome:
     ends: list[str] = field(default_factory=list)
     cut_short: Literal["", "left", "hung", "router lost"] = ""
     seconds: float = 0.0
+    cached_tokens: int = 0  # prompt tokens whose KV was reused, once the request has finished
     was_heard: bool = True  # False: the client disconnected before the router had read the request
     name: str = field(default_factory=lambda: uuid.uuid4().hex)  # the client's request id
     is_retry: bool = False  # True for the second attempt of a request whose router was killed
@@ -275,6 +276,7 @@ class HttpApi:
             "ignore_eos": True,
             "return_token_ids": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
         named = {REQUEST_ID_HEADER: outcome.name}
         async with self._client.stream(
@@ -295,6 +297,8 @@ class HttpApi:
 def _note_event(event: dict, outcome: Outcome) -> None:
     if "error" in event:
         outcome.ends.append(event["error"]["code"])
+    if usage := event.get("usage"):
+        outcome.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
     for choice in event.get("choices", ()):
         outcome.token_ids.extend(choice.get("token_ids") or ())
         if choice.get("finish_reason"):
@@ -323,6 +327,7 @@ class GrpcApi:
         try:
             async for message in call:
                 outcome.token_ids.extend(message.token_ids)
+                outcome.cached_tokens = message.usage.cached_tokens
                 if message.finish_reason:
                     outcome.ends.append(message.finish_reason)
         except grpc.aio.AioRpcError as error:

@@ -22,6 +22,9 @@ computed by one worker before any fault, because the reference answers are the b
 float32 KV. In CI the short form runs with both: its model is so small that only faults and
 deadlines take time. With the built-in model it is slow.
 
+CHAOS_MODEL=qwen3_next is a model with states. In the long form, most of its prompts are then long
+enough for a frozen state, and at least half of the requests must resume after one.
+
 CHAOS_TENSOR_PARALLEL=2 gives each worker so many ranks, and adds faults of single ranks. A random
 model of 8 query and 4 KV heads then replaces the built-in model if its heads cannot be divided. The
 engine hang time-out is short, because a stopped rank must end its worker within that time.
@@ -49,6 +52,7 @@ from tests.chaos.checks import (
     check_ranks,
     errors_logged,
     router_outcomes,
+    share_resumed,
     summary,
     total,
     wait_all_ended,
@@ -77,6 +81,14 @@ NO_NETWORK = why_not()
 TRANSPORT = os.environ.get("CHAOS_TRANSPORT", "auto")
 FORM = KvForm.from_environment()
 SHARE_OF_LONG = 0.2  # share of the answers
+LONG_ENOUGH = (
+    0,
+    3,
+    5,
+    5,
+    6,
+    6,
+) * 4  # two thirds of these reference prompts have 170 tokens or more
 RANK_FAULTS = (Fault("kill rank"), Fault("stop rank", 60))
 # A worker ends at most this many seconds after one of its ranks was killed, or after a rank was
 # stopped and the engine hang time-out. A stopped rank is noticed in the next step.
@@ -172,6 +184,8 @@ async def run(chaos: Chaos, folder: Path, form: KvForm) -> None:
         chaos = replace(
             chaos, rank_faults=RANK_FAULTS, hang_timeout_s=min(10, chaos.hang_timeout_s)
         )
+    if form.has_states and chaos.is_endless:
+        chaos = replace(chaos, golden=LONG_ENOUGH, num_blocks=200)
     rng = Random(seed)
     model = form.model(folder)
     with ExitStack() as stack:
@@ -191,6 +205,8 @@ async def run(chaos: Chaos, folder: Path, form: KvForm) -> None:
         assert len(outcomes) >= chaos.num_requests
         assert not (wrong := wrong_outcomes(outcomes)), "\n".join(wrong)
         check_counted(cluster, num_before, outcomes)
+        if form.has_states and chaos.is_endless:
+            assert share_resumed(outcomes) >= 0.5
         missing = missing_faults(chaos, happened)
         assert not missing, f"never happened under load: {missing}"
         assert not total(cluster, "tandem_block_mismatches_total"), (

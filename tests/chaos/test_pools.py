@@ -20,6 +20,7 @@ from random import Random
 
 import pytest
 
+from tandem.router.request.migration_budget import MIGRATION_REASONS
 from tests.chaos.checks import (
     check_counted,
     errors_logged,
@@ -72,15 +73,16 @@ async def test_nothing_is_lost_while_workers_crash_leave_come_and_change_pools(
         num_before = router_outcomes(cluster).total()
         routers = cluster.pids("router")
         happened: list[Happened] = []
+        has_moved = asyncio.Event()  # set when answers have moved in both ways
         wanted = requests(
             Random(rng.random()),
             prompts,
             NUM_REQUESTS,
-            is_over=lambda: kinds(happened) == KINDS,
+            is_over=lambda: kinds(happened) == KINDS and has_moved.is_set(),
             share_of_long=SHARE_OF_LONG,
         )
         load = Load(cluster, wanted, num_clients=NUM_CLIENTS, bound_s=BOUND_S)
-        seconds = await strike(cluster, load, rng, happened)
+        seconds = await strike(cluster, load, rng, happened, has_moved)
         print(summary(cluster, load.outcomes, happened, seconds))
 
         assert len(load.outcomes) >= NUM_REQUESTS
@@ -109,7 +111,13 @@ async def known_prompts(cluster: KeptCluster, rng: Random) -> list[Prompt]:
     return known + await computed_prompts(cluster, rng, lengths, answer=LONG_ANSWER)
 
 
-async def strike(cluster: KeptCluster, load: Load, rng: Random, happened: list[Happened]) -> float:
+async def strike(
+    cluster: KeptCluster,
+    load: Load,
+    rng: Random,
+    happened: list[Happened],
+    has_moved: asyncio.Event,
+) -> float:
     """Runs all requests and faults concurrently, until all workers are ready again. Returns the
     seconds.
 
@@ -125,7 +133,8 @@ async def strike(cluster: KeptCluster, load: Load, rng: Random, happened: list[H
             (Orders, ORDERS, ORDER_PAUSE_S),
         )
     ]
-    running = [asyncio.create_task(c) for c in (load.run(), check(load, happened), *strikers)]
+    watches = check(load, happened), watch_moves(cluster, has_moved)
+    running = [asyncio.create_task(c) for c in (load.run(), *watches, *strikers)]
     # only the end of the load is expected
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     seconds = time.monotonic() - started
@@ -139,6 +148,17 @@ async def strike(cluster: KeptCluster, load: Load, rng: Random, happened: list[H
         wait_for, cluster.is_whole, deadline_s=180, what="the end of the last fault"
     )
     return seconds
+
+
+async def watch_moves(cluster: KeptCluster, has_moved: asyncio.Event) -> None:
+    """Sets `has_moved` when answers have moved in both ways: a drain or a crash moves none if the
+    worker has none at that moment. Then waits until it is cancelled."""
+    while not has_moved.is_set():
+        await asyncio.sleep(1)
+        moves = [await asyncio.to_thread(migrations, cluster, r) for r in MIGRATION_REASONS]
+        if all(moves):
+            has_moved.set()
+    await asyncio.Event().wait()
 
 
 async def check(load: Load, happened: list[Happened]) -> None:

@@ -157,7 +157,7 @@ def elliptic() -> ec.EllipticCurvePrivateKey:
     [
         (lambda: key_of(rsa.generate_private_key(65537, 2048)), "must be an elliptic-curve key"),
         (lambda: key_of(elliptic(), b"secret"), "encrypted"),
-        (lambda: key_of(elliptic()), "does not match its key"),
+        (lambda: key_of(elliptic()), "do not belong together"),
         (lambda: b"no key", "PEM"),
     ],
     ids=["rsa", "password", "another's", "broken"],

@@ -116,7 +116,7 @@ def test_what_a_failed_upgrade_left_is_taken_back_by_the_next_one(
 
     server.objects[DECODE]["spec"] |= {"serviceName": name, "template": {}}
     server.room = 0  # pods of the new template do not start
-    with pytest.raises(DeadlineExceeded, match="the added worker stays"):
+    with pytest.raises(DeadlineExceeded, match="the extra worker that the upgrade had added stays"):
         end(server)
     assert release.size("decode") == 2
     assert server.fewest[DECODE] == 1

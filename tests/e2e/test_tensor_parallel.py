@@ -27,16 +27,20 @@ BEGUN = 4  # tokens of each stream when a rank ends
 PREEMPTED = 60  # tokens of each stream for which a pool of 60 blocks has no room
 SMALL_POOL = 100  # blocks: enough for the prompts, but not for all their answers at once
 OWN_POOLS = ("--kernels", "torch", "--ranks-own-pools")
+HOST_TIER = ("--kv-host-memory", str(64 << 20))
 RANK_MODULE = "tandem.engine.executor.rank_program"
+
+
+def make_model(folder: Path, num_kv_heads: int = 4) -> str:
+    """A model with 8 query heads. Its MLP is so large that workers load blocks from tiers, which is
+    always faster than to compute them."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": num_kv_heads}
+    return str(make_random_speaker(folder, **heads, hidden_size=128, intermediate_size=8192).path)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with 8 query heads and 4 KV heads. Its MLP is so large that workers load blocks from
-    tiers, which is always faster than to compute them."""
-    folder = tmp_path_factory.mktemp("model")
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    return str(make_random_speaker(folder, **heads, hidden_size=128, intermediate_size=8192).path)
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 PROMPTS = [random.Random(size).choices(range(100, 40_000), k=size) for size in (300, 170, 95, 33)]
@@ -160,22 +164,27 @@ async def test_tokens_do_not_depend_on_the_degree(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [(), OWN_POOLS])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
 async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
     prefill: int,
     decode: int,
     tier: str,
+    options: tuple[str, ...],
     model: str,
-    expected: list[list[int]],
+    request: pytest.FixtureRequest,
     redis_server: EmbeddedRedis,
     tmp_path: Path,
 ) -> None:
     sizes = {
-        "host": ("--kv-host-memory", str(64 << 20)),
+        "host": HOST_TIER,
         "disk": ("--kv-disk-path", str(tmp_path / "kv")),
     }
-    options = (*sizes[tier], "--kv-tier-policy", "lru", "--num-blocks", str(SMALL_POOL))
+    num_tokens = PREEMPTED if options else NUM_TOKENS
+    alone = request.getfixturevalue("torch_expected" if options else "expected")
+    expected = [tokens[:num_tokens] for tokens in alone]
+    options += (*sizes[tier], "--kv-tier-policy", "lru", "--num-blocks", str(SMALL_POOL))
     options += ("--verify-blocks", "all", "--local-prefill-max-tokens", "0")
     degrees = {"prefill-0": prefill, "decode-0": decode}
     with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
@@ -184,15 +193,15 @@ async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
             return metric(cluster, worker_id, "tandem_kv_tier_blocks_loaded_total", tier=tier)
 
         async with open_client(cluster) as client:
-            assert await answers(client) == expected
+            assert await answers(client, num_tokens=num_tokens) == expected
             await fill_pools(client, seed=1)
-            assert await answers(client) == expected
+            assert await answers(client, num_tokens=num_tokens) == expected
             assert loaded("decode-0") > 0  # the consumer's tier
             await fill_pools(client, seed=2)
             # The consumer has neither blocks nor copies now.
             assert (await reset(cluster, "decode-0")).keys() == {"decode-0"}
             before, pulled = loaded("prefill-0"), blocks_pulled(cluster)
-            assert await answers(client) == expected
+            assert await answers(client, num_tokens=num_tokens) == expected
             assert loaded("prefill-0") > before  # the producer's tier
             assert blocks_pulled(cluster) > pulled
         await asyncio.to_thread(cluster.wait_idle)
@@ -206,7 +215,7 @@ async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
                 cluster.start_worker(worker_id, role, "--tensor-parallel", str(3 - degree))
             await asyncio.to_thread(cluster.wait_ready)
             async with open_client(cluster) as client:
-                assert await answers(client) == expected
+                assert await answers(client, num_tokens=num_tokens) == expected
             assert loaded("decode-0") > 0
             await asyncio.to_thread(cluster.wait_idle)
 
@@ -278,6 +287,41 @@ async def test_tokens_do_not_depend_on_the_degree_if_each_rank_has_a_pool(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_kv_heads", "prefill", "decode", "transport", "options"),
+    [
+        (2, 2, 4, "nixl", OWN_POOLS),
+        (2, 4, 1, "grpc", OWN_POOLS),
+        (1, 4, 2, "nixl", OWN_POOLS),
+        (1, 2, 4, "grpc", ()),
+    ],
+)
+async def test_tokens_do_not_depend_on_the_degree_if_ranks_have_the_same_heads(
+    num_kv_heads: int,
+    prefill: int,
+    decode: int,
+    transport: str,
+    options: tuple[str, ...],
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+) -> None:
+    model = make_model(tmp_path / "model", num_kv_heads)
+    found = alone(model, kernels="torch" if options else "auto")
+    expected = [tokens[:PREEMPTED] for tokens in found]
+    degrees = {"prefill-0": prefill, "decode-0": decode}
+    options += ("--transport", transport, "--verify-blocks", "all")
+    options += ("--local-prefill-max-tokens", "0")
+    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
+        async with open_client(cluster) as client:
+            assert await answers(client, num_tokens=PREEMPTED) == expected
+            assert await answers(client, num_tokens=PREEMPTED) == expected  # with warm caches
+        await asyncio.to_thread(cluster.wait_idle)
+        pulled = metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+        assert pulled >= sum(len(prompt) // 16 for prompt in PROMPTS)
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode", "transport"), [(2, 1, "nixl"), (1, 2, "grpc")])
 async def test_ranks_of_torch_kernels_exchange_blocks_with_one_rank(
     prefill: int,
@@ -302,8 +346,8 @@ async def test_ranks_of_torch_kernels_exchange_blocks_with_one_rank(
     [
         ("killed", ()),
         ("stopped", ()),
-        pytest.param("killed", OWN_POOLS, marks=pytest.mark.slow),
-        pytest.param("stopped", OWN_POOLS, marks=pytest.mark.slow),
+        pytest.param("killed", (*OWN_POOLS, *HOST_TIER), marks=pytest.mark.slow),
+        pytest.param("stopped", (*OWN_POOLS, *HOST_TIER), marks=pytest.mark.slow),
     ],
 )
 async def test_a_rank_that_ends_ends_its_worker_and_no_stream(
@@ -356,6 +400,6 @@ def test_a_kill_during_the_load_leaves_no_process_and_allows_a_restart(
         text = worker.log.read_text()
         assert "Traceback" not in text
         if killed == "rank":
-            assert "rank 1 of the engine ended with status -9 while it loaded" in text
+            assert "rank 1 of the engine ended with status -9 during loading" in text
     finally:
         cluster.close()

@@ -123,10 +123,12 @@ def wait_published(cluster: LocalCluster) -> None:
 
 
 def migrations(cluster: Served, reason: MigrationReason) -> int:
-    """Counts the requests that migrated for this reason, by the router's metric."""
-    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=10).text
+    """Counts the requests that migrated for this reason, by the metrics of the router and of its
+    gRPC replica."""
+    texts = [httpx.get(f"{url}/metrics", timeout=10).text for url in cluster.admin_urls]
     return sum(
         round(sample.value)
+        for text in texts
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == "tandem_request_migrations_total" and sample.labels["reason"] == reason

@@ -98,6 +98,10 @@ class Served(Protocol):
     @property
     def admin_url(self) -> str: ...
 
+    @property
+    def admin_urls(self) -> list[str]:
+        """The admin addresses of all processes that answer requests."""
+
     grpc_port: int
 
     def records(self) -> dict[str, dict[str, Any]]:

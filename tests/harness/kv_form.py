@@ -46,6 +46,11 @@ class KvForm:
         return not self._random_family and self.kv_dtype == "auto"
 
     @property
+    def has_states(self) -> bool:
+        """True if some layers of the model keep states."""
+        return self.family == "qwen3_next"
+
+    @property
     def options(self) -> tuple[str, ...]:
         """Command-line options for all workers."""
         ranks = ("--tensor-parallel", str(self.tensor_parallel)) if self.tensor_parallel > 1 else ()

@@ -244,13 +244,15 @@ class PrefixConsumer:
     peers: list[Peer]
     producers: list[ScriptedSource]
 
-    def plan(self, *, num_blocks: int = PREFIX_BLOCKS) -> PrefixPlan | None:
+    def plan(
+        self, *, num_blocks: int = PREFIX_BLOCKS, prompt: list[int] = PROMPT
+    ) -> PrefixPlan | None:
         holders = [
             pb.PrefixHolder(worker_id=f"p{n}", epoch="e", address="x", num_blocks=num_blocks)
             for n in range(len(self.producers))
         ]
         spec = SequenceSpec(
-            "s", PROMPT, len(PROMPT), Mode.PREFILL_ONLY, SamplingParams(temperature=0, max_tokens=1)
+            "s", prompt, len(prompt), Mode.PREFILL_ONLY, SamplingParams(temperature=0, max_tokens=1)
         )
         return self.puller.plan(spec, holders)
 
@@ -286,7 +288,7 @@ async def consumer_of(
 
 @asynccontextmanager
 async def prefix_consumer_of(
-    *scripts: Script, pull_s: float = 0.0
+    *scripts: Script, pull_s: float = 0.0, compatibility: KvCompatibility = COMPATIBILITY
 ) -> AsyncIterator[PrefixConsumer]:
     link = RecordingLink(pull_s)
     async with AsyncExitStack() as stack:
@@ -295,7 +297,7 @@ async def prefix_consumer_of(
             for number, script in enumerate(scripts)
         ]
         peers = [peer for peer, _, _ in served]
-        metrics, _, _, prefixes = _parts(link, AllPeers(peers))
+        metrics, _, _, prefixes = _parts(link, AllPeers(peers), compatibility=compatibility)
         yield PrefixConsumer(
             prefixes, link, metrics, peers, [producer for _, producer, _ in served]
         )
@@ -324,7 +326,10 @@ async def _serving(
 
 
 def _parts(
-    link: RecordingLink, peers: AllPeers, config: WorkerConfig = CONFIG
+    link: RecordingLink,
+    peers: AllPeers,
+    config: WorkerConfig = CONFIG,
+    compatibility: KvCompatibility = COMPATIBILITY,
 ) -> tuple[WorkerMetrics, Rates, LeaseMaker, PrefixPuller]:
     """Creates the parts that all leases of a consumer share. All but the engine are real."""
     metrics = WorkerMetrics(worker_id="d0", role="decode")
@@ -333,5 +338,5 @@ def _parts(
     puller = Puller(config.transfer, engine, spans=BlockSpans.equal(BLOCK_BYTES, 1 << 20))
     make_lease = partial(ConsumerLease, puller=puller, rates=rates, config=config)
     known: Any = peers
-    prefixes = PrefixPuller(config, COMPATIBILITY, known, rates, metrics, make_lease)
+    prefixes = PrefixPuller(config, compatibility, known, rates, metrics, make_lease)
     return metrics, rates, make_lease, prefixes

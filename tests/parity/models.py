@@ -14,10 +14,14 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -37,8 +41,9 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json
 def make_random_model(folder: Path, family: str = "llama", **more: Any) -> PreTrainedModel:
     """Saves a model and returns transformers' version of it: a Llama; a Mistral with WINDOW in all
     layers; a gpt-oss with WINDOW in every second layer; a Gemma 3 with WINDOW in two of three
-    layers; a DeepSeek V3 without windows, which stores latents; or a Qwen3-Next with states in two
-    of three layers, which last for thousands of tokens. `more` are settings of its config."""
+    layers; a DeepSeek V3 without windows, which stores latents; a Qwen3-Next with states in two of
+    three layers, which last for thousands of tokens; or a Gemma 4 or a MiMo V2 Flash, whose layers
+    with a window have heads of another size or number. `more` are settings of its config."""
     source = resolve("smollm2").path
     config = json.loads((source / "config.json").read_text())
     torch.manual_seed(3)
@@ -123,6 +128,31 @@ def _make(family: str, sizes: dict[str, Any]) -> PreTrainedModel:
             "head_dim": 16,
         }
         return Qwen3NextForCausalLM(Qwen3NextConfig(**(sizes | experts | linear)))
+    if family == "gemma4":
+        own = {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32}
+        shared = {"num_kv_shared_layers": 2, "num_global_key_value_heads": 1}
+        inputs = {"hidden_size_per_layer_input": 8} | {
+            "vocab_size_per_layer_input": sizes["vocab_size"]
+        }
+        return Gemma4ForCausalLM(
+            Gemma4TextConfig(
+                **(sizes | own | shared | inputs),
+                attention_k_eq_v=True,
+                sliding_window=WINDOW,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+            )
+        )
+    if family == "mimo_v2":
+        experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        heads = {"num_key_value_heads": 1, "head_dim": 32, "v_head_dim": 16}
+        return MiMoV2FlashForCausalLM(
+            MiMoV2FlashConfig(
+                **(sizes | {"num_hidden_layers": 3} | experts | heads),
+                sliding_window=WINDOW,
+                layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+                attn_implementation="eager",
+            )
+        )
     config = Gemma3TextConfig(
         **sizes,
         head_dim=16,

@@ -3,8 +3,10 @@ all layers, or in every second layer of a model with experts and sinks. So does 
 latents.
 
 All layers of Mistral have a window, so they form one KV group; gpt-oss and Gemma 3 also have a
-group without one. In CI gpt-oss is tested in three of the ways; tests/chaos tests the others, and
-compares Gemma 3's tokens after pulls over NIXL and gRPC and after migrations.
+group without one. Gemma 4 and MiMo V2 Flash have two groups, whose heads differ in size or number;
+their prompts are also sent for four completions at once. In CI gpt-oss is tested in three of the
+ways; tests/chaos tests the others, and compares Gemma 3's tokens after pulls over NIXL and gRPC and
+after migrations.
 
 Prompts are several windows long. Each is sent twice: the second time its KV is cached.
 """
@@ -50,7 +52,7 @@ def _token_ids(answer: Answer) -> list[int]:
         pytest.param("gpt_oss", ("aggregated", "nixl", "preempted"), id="gpt_oss-some"),
         *(
             pytest.param(family, WAYS, id=family, marks=pytest.mark.slow)
-            for family in ("mistral", "gpt_oss", "gemma3", "deepseek_v3")
+            for family in ("mistral", "gpt_oss", "gemma3", "deepseek_v3", "gemma4", "mimo_v2")
         ),
     ],
 )
@@ -65,6 +67,14 @@ def test_each_way(
     ) as ways:
         with all_disturbed(ways):
             first, again = (asyncio.run(send_all_ways(ways, sent)) for _ in range(2))
+        if family in ("gemma4", "mimo_v2"):
+            forked = asyncio.run(
+                send_all_ways(ways, [(path, body | {"n": 4}) for path, body in sent])
+            )
+            for name in ways:
+                for answer, alone in zip(forked[name], first[name], strict=True):
+                    texts = [choice["token_ids"] for choice in answer["choices"]]
+                    assert texts == [_token_ids(alone)] * 4, name
         expected = list(map(_token_ids, first["aggregated"]))
         for prompt, made in zip(_PROMPTS, expected, strict=True):
             with torch.no_grad():

@@ -343,7 +343,9 @@ async def tandem(door: Door, *words: str) -> str:
 
 
 async def test_a_command_at_the_public_port_is_told_where_to_go(door: Door) -> None:
-    with pytest.raises(AssertionError, match=r"admin port only.*--admin-port"):
+    with pytest.raises(
+        AssertionError, match=r"served only on the router's admin port: .*--admin-port"
+    ):
         await tandem(door, "status", "--url", door.public)
 
 

@@ -124,7 +124,7 @@ while True:
     )
     assert done.returncode == 1
     assert done.stdout.count("--grpc-memory allows 32") == 1
-    assert "the process ends at once" in done.stderr
+    assert "this process ends now" in done.stderr
 
 
 async def test_what_grows_while_the_model_is_loaded_counts() -> None:

@@ -43,10 +43,10 @@ async def test_an_answer_too_large_to_make_is_refused_before_it_is_computed(
         assert answer.status_code == 400, body
         error = answer.json()["error"]
         assert (error["param"], error["code"]) == (field, "invalid_request")
-        assert "at most 500000 are allowed" in error["message"]
+        assert "may have at most 500000" in error["message"]
     async with grpc.aio.insecure_channel(routers.grpc_address("r1")) as channel:
         asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), n=128, prompt_logprobs=20)
-        with pytest.raises(grpc.aio.AioRpcError, match="at most 500000 are allowed") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match="may have at most 500000") as refused:
             async for _ in InferenceStub(channel).Generate(asked):
                 pass
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -67,6 +67,6 @@ async def test_the_bound_is_an_option(routers: Routers) -> None:
     refused = await call(url, **asked, max_tokens=3)
     assert refused.status_code == 400
     assert (
-        "at least 6 log probabilities in one answer, counted over all its prompts and choices; "
-        "at most 4 are allowed" in refused.text
+        "at least 6 log probabilities; one answer may have at most 4, over all prompts and choices"
+        in refused.text
     )

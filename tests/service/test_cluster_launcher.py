@@ -425,7 +425,9 @@ def test_the_screen_and_the_status_name_cause_effect_and_remedy_within_3_s(up: U
     (server,) = up.pids("valkey-server")
     os.kill(server, signal.SIGKILL)
     wait_until(
-        lambda: _shows(up, "Redis ended and is being started again at the same address; until it"),
+        lambda: _shows(
+            up, "Redis ended and is being started again at the same address. Until Redis"
+        ),
         NAMED_WITHIN_S,
     )
     wait_until(lambda: _headline(up).startswith("All is well"), 60)
@@ -490,7 +492,7 @@ def test_a_worker_that_dies_before_ray_is_up_is_started_again(tmp_path: Path) ->
         os.kill(head, signal.SIGSTOP)
         (killed,) = up.pids("tandem.worker --role decode")
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: re.search(r"decode-0 ended.*; it is started again in", _screen(up)))
+        wait_until(lambda: re.search(r"decode-0 ended.*; the next start is in", _screen(up)))
         wait_until(lambda: up.get("/v1/cluster")["workers"][0]["state"] == "ready")
         assert up.complete()
         (decode,) = up.pids("tandem.worker --role decode")

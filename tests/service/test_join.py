@@ -43,7 +43,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
 
 def test_a_strange_authority_learns_no_token_and_a_wrong_token_gets_nothing(joined: Joined) -> None:
     where = (joined.first.address, JOIN_PORT)
-    with pytest.raises(ConfigError, match="did not send its join token"):
+    with pytest.raises(ConfigError, match="did not send the join token"):
         request_join(*where, token=TOKEN, ca_sha256="ab" * 32, own_address="")
     with pytest.raises(ConfigError, match="the join token is wrong"):
         request_join(*where, token=TOKEN + "x", ca_sha256=joined.ca_sha256, own_address="")

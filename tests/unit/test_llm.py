@@ -245,7 +245,7 @@ def test_an_adapter_changes_what_is_made(llm: LLM, folder: ModelFolder, tmp_path
         (7, "prompt is not valid"),
         ([5, "a"], "prompt is not valid"),
         ([["a", "b"]], "a list in a list"),
-        ({"text": "a"}, "must have one key, prompt or prompt_token_ids; it has text"),
+        ({"text": "a"}, "must have one key, prompt or prompt_token_ids; the dict has text"),
         (["right", [99_999]], r"prompt 1 \(from 0\): prompt has the token id 99999"),
     ],
 )
@@ -284,16 +284,14 @@ def test_wrong_parameters_are_refused_when_they_are_made(
 def test_arguments_that_do_not_exist_are_named(llm: LLM, folder: ModelFolder) -> None:
     with pytest.raises(TypeError, match="detokenize"):
         SamplingParams(detokenize=False)  # type: ignore[call-arg]
-    with pytest.raises(
-        ConfigError, match="no option data_parallel_size; its options are model, seed"
-    ):
+    with pytest.raises(ConfigError, match="no option data_parallel_size; allowed are model, seed"):
         LLM(folder.path, data_parallel_size=2)
     with pytest.raises(ConfigError, match=r"pipeline parallelism .* is not supported"):
         LLM(folder.path, pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="must be one of auto, cpu, cuda"):
         LLM(folder.path, device="gpu")
     with pytest.raises(
-        BadRequest, match="chat has no argument mm_processor_kwargs; its arguments are add_"
+        BadRequest, match="`chat` has no argument mm_processor_kwargs; allowed are add_"
     ):
         llm.chat(HELLO, GREEDY, mm_processor_kwargs={})
     with (

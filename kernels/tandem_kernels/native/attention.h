@@ -279,9 +279,8 @@ inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float
 }
 
 // Returns the softmax weight of a head's attention sink, relative to the highest score of the keys.
-inline float mass_of_sink(const Model& model, int layer, int head, float highest) {
-    const float* const sinks = model.layers[layer].sinks;
-    return sinks == nullptr ? 0.0f : std::exp(sinks[head] - highest);
+inline float mass_of_sink(const Layer& layer, int head, float highest) {
+    return layer.sinks == nullptr ? 0.0f : std::exp(layer.sinks[head] - highest);
 }
 
 template <class T, int MR>
@@ -319,16 +318,16 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
 }
 
 struct Item {
-    // Rows of the span. If G heads share a KV head, row r is query r / G and head r % G.
+    // Rows of the span. Row r is query r / group and head r % group.
     int span, kv_head, first_row, num_rows;
     int window;                              // window of the layer (decoder.h)
+    int group;                               // number of heads that share a KV head
 };
 
 // Returns the keys to which at least one row of the item attends.
-inline Seen keys_of(const Model& model, const Span& span, const Item& item) {
-    const int group = model.num_heads / model.num_kv_heads;
-    const int last_query = (item.first_row + item.num_rows - 1) / group;
-    Seen seen = keys_seen(span, item.first_row / group, item.window);
+inline Seen keys_of(const Span& span, const Item& item) {
+    const int last_query = (item.first_row + item.num_rows - 1) / item.group;
+    Seen seen = keys_seen(span, item.first_row / item.group, item.window);
     seen.end = keys_seen(span, last_query, item.window).end;
     return seen;
 }
@@ -352,24 +351,23 @@ struct HeadKv {
     // Keys 0 to `start` - 1 and keys `first_key` to `num_keys` - 1 are read.
     int start, first_key, num_keys;
 
-    HeadKv(const Model& model, const Step& step, int layer, const Item& item)
-        : HeadKv(model, step, model.layers[layer], step.group_of(model.layers[layer]), item) {}
+    HeadKv(const Step& step, const Layer& layer, const Item& item)
+        : HeadKv(step, layer, step.group_of(layer), item) {}
 
-    HeadKv(const Model& model, const Step& step, const Layer& layer, const KvGroup& group,
-           const Item& item)
+    HeadKv(const Step& step, const Layer& layer, const KvGroup& group, const Item& item)
         : first(static_cast<const char*>(group.kv) + item.kv_head * group.head_bytes +
                 layer.place * group.layer_bytes),
           table(group.block_tables + step.spans[item.span].first_table_entry),
           block_bytes(group.block_bytes),
           block_size(step.block_size),
-          dim(model.head_dim),
-          of_key(key_row<T>(model)),
-          of_value(value_row<T>(model)),
-          has_values(tandem::TANDEM_ISA::has_values(model)),
-          channels(key_channels(model, group, layer, item.kv_head)),
-          start(keys_of(model, step.spans[item.span], item).start),
-          first_key(keys_of(model, step.spans[item.span], item).first),
-          num_keys(keys_of(model, step.spans[item.span], item).end) {}
+          dim(layer.head_dim),
+          of_key(key_row<T>(layer)),
+          of_value(value_row<T>(layer)),
+          has_values(layer.latent == nullptr),
+          channels(key_channels(group, layer, item.kv_head)),
+          start(keys_of(step.spans[item.span], item).start),
+          first_key(keys_of(step.spans[item.span], item).first),
+          num_keys(keys_of(step.spans[item.span], item).end) {}
 
     // Returns the distance from the keys of a block to the values, in elements. With latent
     // attention it is 0, because values are a part of the keys.
@@ -560,7 +558,8 @@ template <class T, class Kept = T>
 void attend(const Model& model, const Step& step, int layer, const Item& item, const Item& next,
             const float* queries, size_t stride, const Inputs& attended, const BlockSums& sums,
             float* buffer) {
-    const int dim = model.head_dim, group = model.num_heads / model.num_kv_heads;
+    const Layer& of_layer = model.layers[layer];
+    const int dim = of_layer.head_dim, value_dim = of_layer.value_dim, group = item.group;
     const Span& span = step.spans[item.span];
     const bool has_shares = sums.any(item.span);
     BlockShares shares[kRowsMax];
@@ -574,7 +573,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     float* nothing = mass + kRowsMax;  // zeros, read in place of a key and a value
     float* wide = nothing + dim;  // keys converted to fp32, or dequantized latents
     std::memset(nothing, 0, dim * sizeof(float));
-    const HeadKv<Kept> kv(model, step, layer, item);
+    const HeadKv<Kept> kv(step, of_layer, item);
     Seen sees[kRowsMax];
     for (int i = 0; i < item.num_rows; ++i) {
         const int query = (item.first_row + i) / group, head = (item.first_row + i) % group;
@@ -587,7 +586,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         mass[i] = 0.0f;
     }
     std::memset(out, 0, static_cast<size_t>(item.num_rows) * dim * sizeof(float));
-    const HeadKv<Kept> next_kv(model, step, layer, next);
+    const HeadKv<Kept> next_kv(step, of_layer, next);
     RowOf<Kept>* const unpacked = reinterpret_cast<RowOf<Kept>*>(
         kIsLatent<Kept> ? wide : wide + static_cast<size_t>(kKeys) * dim);
     TilesOf<RowOf<Kept>, Kept, kKeys> tiles(kv, next_kv, nothing, unpacked);
@@ -628,11 +627,11 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     for (int i = 0; i < item.num_rows; ++i) {
         const int query = (item.first_row + i) / group, head = (item.first_row + i) % group;
         const InputRow to = attended.row(span.first_row + query);
-        const int column = (item.kv_head * group + head) * dim;
-        const float scale = 1.0f / (mass[i] + mass_of_sink(model, layer, column / dim, highest[i]));
+        const int of_item = item.kv_head * group + head, column = of_item * value_dim;
+        const float scale = 1.0f / (mass[i] + mass_of_sink(of_layer, of_item, highest[i]));
         if (has_shares) shares[i].scale(scale, kv.num_keys);
         float ordered[kPanel];
-        for (int d = 0; d < dim; d += kPanel) {
+        for (int d = 0; d < value_dim; d += kPanel) {
             for (int lane = 0; lane < kPanel; ++lane)
                 ordered[in_head(d + lane, T{}) - d] = out[i * dim + d + lane] * scale;
             for (int v = 0; v < kPanel; v += kLanes) to.put(column + d + v, load(ordered + v));
@@ -669,10 +668,13 @@ inline int rows_of_item(const Model& model, const Step& step) {
 }
 
 inline size_t attention_floats(const Model& model, const Step& step) {
+    int dim = 0;
+    for (int index = 0; index < model.num_layers; ++index)
+        dim = std::max(dim, model.layers[index].head_dim);
 #ifdef TANDEM_PAIRS
-    if (is_dot(model, step)) return attention_dot_floats(model.head_dim);
+    if (is_dot(model, step)) return attention_dot_floats(dim);
 #endif
-    return attention_floats(model.head_dim);
+    return attention_floats(dim);
 }
 
 inline void attend_any(const Model& model, const Step& step, int layer, const Item& item,

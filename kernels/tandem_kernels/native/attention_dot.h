@@ -561,21 +561,20 @@ template <class T, class Kept>
 inline void attend_dot(const Model& model, const Step& step, int layer, const Item& item,
                        const Item& next, const float* queries, size_t stride,
                        const Inputs& attended, const BlockSums& block_sums, float* buffer) {
-    const int dim = model.head_dim, padded = whole_steps(dim);
-    const int group = model.num_heads / model.num_kv_heads;
+    const Layer& of_layer = model.layers[layer];
+    const int dim = of_layer.head_dim, value_dim = of_layer.value_dim, padded = whole_steps(dim);
+    const int group = item.group;
     const Span& span = step.spans[item.span];
     const DotBuffer at(buffer, dim);
-    const HeadKv<Kept> kv(model, step, layer, item), next_kv(model, step, layer, next);
+    const HeadKv<Kept> kv(step, of_layer, item), next_kv(step, of_layer, next);
     std::memset(at.nothing, 0, padded * sizeof(Bf16));
     Seen sees[kDotRowsMax];
     const bool has_shares = block_sums.any(item.span);
     BlockShares shares[kDotRowsMax];
-    const auto first_column = [&](int i) {
-        return (item.kv_head * group + (item.first_row + i) % group) * dim;
-    };
+    const auto head_of = [&](int i) { return item.kv_head * group + (item.first_row + i) % group; };
     for (int i = 0; i < item.num_rows; ++i) {
         const int query = (item.first_row + i) / group;
-        const float* from = queries + (span.first_row + query) * stride + first_column(i);
+        const float* from = queries + (span.first_row + query) * stride + head_of(i) * dim;
         [[maybe_unused]] alignas(64) float as_keys[kHeadMax];
         if constexpr (std::is_same_v<Kept, Int4>) {
             kv.put_query(from, as_keys);
@@ -587,7 +586,7 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d),
                                 (__m256i)_mm512_cvtneps_pbh(load(from + d)));
         sees[i] = keys_seen(span, query, item.window);
-        if (has_shares) shares[i] = block_sums.shares(item.span, query, first_column(i) / dim);
+        if (has_shares) shares[i] = block_sums.shares(item.span, query, head_of(i));
         at.sums[i] = {{}, -INFINITY};
     }
     std::memset(at.out.row(0), 0, static_cast<size_t>(item.num_rows) * padded * sizeof(float));
@@ -610,12 +609,12 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
     for (int i = 0; i < item.num_rows; ++i) {
         const Floats mass[kVectors] = {load(at.sums[i].mass)};
         const float highest = at.sums[i].base * (1.0f / kLog2E);
-        const float of_sink = mass_of_sink(model, layer, first_column(i) / dim, highest);
+        const float of_sink = mass_of_sink(of_layer, head_of(i), highest);
         const float scale = 1.0f / (sum(mass) + of_sink);
         if (has_shares) shares[i].scale(scale, kv.num_keys);
         const InputRow to = attended.row(span.first_row + (item.first_row + i) / group);
-        for (int d = 0; d < dim; d += kPanel)
-            to.put(first_column(i) + d,
+        for (int d = 0; d < value_dim; d += kPanel)
+            to.put(head_of(i) * value_dim + d,
                    in_order_of<T>(at.out.row(i) + d / kStep * kStep, d / kPanel % 2) * scale);
     }
 }

@@ -63,11 +63,20 @@ enum Kind : int32_t {
     F8_PAIRS = 18,
 };
 
-enum Activation : int32_t { SILU_GATE = 0, GELU_TANH_GATE = 1, CLAMPED_GATE = 2 };
+// With RELU_SQUARED an MLP has no gates: `gate_up` has only the ups.
+enum Activation : int32_t {
+    SILU_GATE = 0,
+    GELU_TANH_GATE = 1,
+    CLAMPED_GATE = 2,
+    RELU_SQUARED = 3
+};
 
 struct Gating {
     int32_t activation;
-    float alpha, limit;  // for CLAMPED_GATE
+    bool has_gates() const { return activation != RELU_SQUARED; }
+    // SILU_GATE: factors on the gate before the activation, and on the result. CLAMPED_GATE: the
+    // factor on the gate in the sigmoid, and the limit.
+    float alpha, limit;
 };
 
 constexpr int kStepInputs = 32;  // inputs in one step of a product with weights in pairs
@@ -119,6 +128,10 @@ struct Experts {  // the experts of a layer, which all have one shape, and their
     // [hidden]: the weights of the shared MLP's gate, times those of the norm before the MLP. null:
     // the shared MLP has no gate.
     const float* shared_gate;
+    // [hidden]: norms before the router and the experts, and after the experts and the shared MLP.
+    // null: the layer's norm before the MLP is used, and none after.
+    const float *router_norm, *input_norm, *output_norm, *shared_output_norm;
+    const float* scales;  // [num], factors on the weights of the experts; null: none
 };
 
 struct Latent {  // see latent.h
@@ -131,11 +144,37 @@ struct Latent {  // see latent.h
     float norm_eps;
 };
 
-struct Delta {  // see delta.h
-    const float *q_taps, *k_taps, *v_taps;  // [num_taps][channels of q, k or v]
-    const float *a_log, *dt_bias;           // [v heads]
-    const float* norm;                      // [value_dim]
+enum StateForm : int32_t { GATED_DELTA = 0, MAMBA2 = 1, SHORT_CONV = 2 };
+
+constexpr int kSectionsMax = 3;
+
+struct StateLayer {  // see state_layer.h
+    // For each section of the convolution's channels: the taps [num_taps][channels], and the biases
+    // [channels] or null.
+    const float *taps[kSectionsMax], *conv_bias[kSectionsMax];
+    const float *a_log, *dt_bias, *skip;  // [v heads]; skip: null for Gated DeltaNet
+    const float* norm;                    // [outputs]; without a norm, factors on the output
+    int32_t form;                         // StateForm
+    int32_t has_norm;
+    // Mamba 2: k heads are groups. Short convolution: value_dim is the number of channels.
     int32_t num_k_heads, num_v_heads, key_dim, value_dim, num_taps;
+    int32_t group, place;  // as in Layer, for the state
+    float rate_max;        // Gated DeltaNet: factor on the rates sigmoid(b)
+    float norm_eps;
+};
+
+struct LayerInput {  // see layer_inputs.h
+    Matrix gate;        // [size, hidden]
+    Matrix projection;  // [hidden, size]
+    const float* norm;  // [hidden]
+};
+
+struct LayerInputs {  // the embeddings that tokens have for each layer (layer_inputs.h)
+    const void* embedding;  // [vocab, layers * size]: F32 or BF16
+    Matrix projection;      // [layers * size, hidden]
+    const float* norm;      // [size]
+    int32_t embedding_kind, size;
+    float multiplier;  // factor on the embeddings
 };
 
 struct Layer {  // Norms that the model does not have are null.
@@ -147,6 +186,7 @@ struct Layer {  // Norms that the model does not have are null.
     const float* mlp_norm;
     const float* mlp_post_norm;
     Matrix qkv, attention_out;
+    const float* projected_factors;  // factors on the outputs of `qkv`, or null
     Mlp mlp;  // with experts: the shared experts, if there are any
     const Experts* experts;  // null: a dense MLP
     // null: grouped-query attention; all layers have the same form of attention
@@ -157,9 +197,20 @@ struct Layer {  // Norms that the model does not have are null.
     int32_t window;
     int32_t group;   // index of the layer's KV group
     int32_t place;   // index of the layer among the layers of this KV group
-    // true: the last outputs of `qkv` are gates on attention's output, [heads * head_dim]
-    int32_t has_gates;
-    const Delta* delta;  // null: attention; otherwise the layer has states in place of KV
+    // The last outputs of `qkv` are gates on attention's output, one for each head or one for each
+    // of its elements. 0: no gates.
+    int32_t num_gates;
+    int32_t has_attention;    // false: the layer keeps no KV
+    int32_t has_mlp;          // false: the layer has neither an MLP nor experts
+    const StateLayer* state;  // null: the layer keeps no state
+    // value_dim: numbers of a value that `qkv` computes, at most head_dim. The pool has zeros after
+    // them. With latent attention it is head_dim.
+    int32_t num_kv_heads, head_dim, value_dim;
+    // true: the layer has no keys and values, and reads those at `group` and `place`, which an
+    // earlier layer has stored. `qkv` computes only queries.
+    int32_t shares_kv;
+    float scalar;             // factor on the output of the layer
+    const LayerInput* input;  // null: tokens have no embeddings for layers
 };
 
 struct Model {
@@ -169,7 +220,7 @@ struct Model {
     // the output matrix.
     const void* embedding;
     Matrix output;
-    int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, inner, vocab;
+    int32_t num_layers, hidden, num_heads, inner, vocab;
     // computed_kind: F32 or BF16, the compute dtype of the model
     int32_t embedding_kind, computed_kind;
     float norm_eps;
@@ -178,10 +229,13 @@ struct Model {
     int32_t norms_rotated;    // true: q_norm and k_norm are applied after the rotation
     int32_t centers_norms;    // true: norms of the residual stream are LayerNorms without biases
     int32_t is_parallel;      // true: the MLP reads the residual stream before attention is added
+    int32_t norms_values;     // true: values are normalized, without weights
     float attention_scale;    // factor on scores
     float embedding_multiplier, residual_multiplier, logits_multiplier;
     float logit_cap;      // soft cap of logits; 0: no cap
     float attention_cap;  // soft cap of scores; 0: no cap
+    float value_scale;    // factor on values
+    const LayerInputs* layer_inputs;  // null: tokens have no embeddings for layers
 };
 
 struct Span {  // the tokens that a step computes for a sequence: the last ones of its context
@@ -195,7 +249,7 @@ struct Span {  // the tokens that a step computes for a sequence: the last ones 
 
 struct KvGroup {  // the pool of some layers, and the slots and block tables in this pool
     // [num_blocks][kv heads][layers] parts: see kv_part.h. In a state group a part is the matrix of
-    // a head, and then the last inputs of its convolution.
+    // a head, and then the last inputs of its part of the convolution.
     void* kv;
     const int32_t* slots;         // [rows]: block id * block size + offset in the block
     // The block tables of all spans, one after the other. Entries before a window are not read.
@@ -257,7 +311,10 @@ struct Step {
     int32_t num_adapted;
     int32_t lora_rank;  // largest rank of a LoraProduct
 
-    const KvGroup& group_of(const Layer& layer) const { return groups[layer.group]; }
+    template <class T>
+    const KvGroup& group_of(const T& layer) const {
+        return groups[layer.group];
+    }
 
     // Returns the factor on the queries of a row in a layer.
     float query_factor(const Layer& layer, int row) const {

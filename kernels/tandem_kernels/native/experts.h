@@ -54,8 +54,10 @@ inline void share_all(const Experts& experts, const float* logits, float largest
         for (int e = 0; e < experts.num; ++e) total += score(logits[e]);
         if (experts.has_sigmoids) total = 1.0f;
     }
-    for (int i = 0; i < experts.top_k; ++i)
+    for (int i = 0; i < experts.top_k; ++i) {
         chosen[i].share = chosen[i].share / total * experts.scale;
+        if (experts.scales != nullptr) chosen[i].share *= experts.scales[chosen[i].expert];
+    }
 }
 
 // Computes the ranks of a row's experts. `largest` is the largest logit.
@@ -188,7 +190,7 @@ inline float* gate_experts(const Experts& experts, const Rows& rows, int num_pla
     const Routing& routing = rows.routing;
     const Mlp& any = experts.mlps[0];
 #ifdef TANDEM_PAIRS
-    if (kind_of_inputs(any.gate_up.kind) == BF16_PAIRS) {
+    if (kind_of_inputs(any.gate_up.kind) == BF16_PAIRS && any.gate_up.gating.has_gates()) {
         for (int e = 0; e < experts.num; ++e) {
             const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, rows, e);
             if (inputs.num_rows)
@@ -200,7 +202,7 @@ inline float* gate_experts(const Experts& experts, const Rows& rows, int num_pla
         return rows.projected;
     }
 #endif
-    const size_t width = 2 * static_cast<size_t>(any.down.in);
+    const size_t width = gate_up_width(any);
     multiply_experts(experts, &Mlp::gate_up, rows.routed, rows, {rows.projected, width, Into::kSet},
                      team);
     team.wait();
@@ -222,8 +224,10 @@ inline void route(const Model& model, const Layer& layer, const Step& step, cons
     const Routing& routing = rows.routing;
     const size_t num = experts.num;
     const Inputs normed = inputs_of(experts.router, rows.input, step.num_rows);
+    const float* const norm =
+        experts.router_norm == nullptr ? layer.mlp_norm : experts.router_norm;
     team.each(step.num_rows, [&](int row) {
-        norm_hidden(model, rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
+        norm_hidden(model, rows.hidden + static_cast<size_t>(row) * model.hidden, norm,
                     normed.row(row));
     });
     linear(experts.router, normed, {rows.logits, num, Into::kSet}, team);
@@ -269,6 +273,11 @@ inline void weighted_row(const Model& model, const Layer& layer, const float* x,
         to.put(at, load_some(x + at, rest) * scale * load_some(layer.mlp_norm + at, rest), rest);
 }
 
+// Normalizes a row [hidden] in place. Does nothing if `norm` is null.
+inline void norm_output(const Model& model, const float* norm, float* row) {
+    if (norm != nullptr) norm_head(row, norm, model.hidden, model.norm_eps);
+}
+
 // Adds the output of a layer's experts to the residual stream.
 inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
                         const Team& team) {
@@ -281,6 +290,8 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
     const size_t hidden = model.hidden;
     const int top_k = experts.top_k, num_places = step.num_rows * top_k;
     route(model, layer, step, rows, team);
+    const float* const input_norm =
+        experts.input_norm == nullptr ? layer.mlp_norm : experts.input_norm;
     team.each(num_places, [&](int place) {
         const int choice = routing.choices[place], expert = routing.chosen[choice].expert;
         const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, rows, expert);
@@ -289,7 +300,7 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
         if (experts.weighs_inputs)
             weighted_row(model, layer, from, routing.chosen[choice].share, to);
         else
-            norm_hidden(model, from, layer.mlp_norm, to);
+            norm_hidden(model, from, input_norm, to);
     });
     rows.laps->end(NORM, team.own_thread);
     float* const gated = gate_experts(experts, rows, num_places, team);
@@ -303,11 +314,19 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
             std::fill(delta, delta + hidden, 0.0f);
         else if (experts.shared_gate != nullptr)
             gate_shared(model, experts.shared_gate, rows.hidden + row * hidden, delta);
+        // With a norm after the experts, their outputs are summed apart from the shared MLP's.
+        float* const sum = experts.output_norm == nullptr ? delta : rows.input + row * hidden;
+        if (sum != delta) std::fill(sum, sum + hidden, 0.0f);
         for (int i = row * top_k; i < (row + 1) * top_k; ++i) {
             const Chosen& chosen = routing.chosen[i];
             const float* part = parts + chosen.place * hidden;
             const float share = experts.weighs_inputs ? 1.0f : chosen.share;
-            for (size_t at = 0; at < hidden; ++at) delta[at] += part[at] * share;
+            for (size_t at = 0; at < hidden; ++at) sum[at] += part[at] * share;
+        }
+        norm_output(model, experts.shared_output_norm, delta);
+        if (sum != delta) {
+            norm_output(model, experts.output_norm, sum);
+            for (size_t at = 0; at < hidden; ++at) delta[at] += sum[at];
         }
         add_row(delta, layer.mlp_post_norm, model, rows.hidden + row * hidden);
     });

@@ -100,11 +100,19 @@ inline void add_row(const float* delta, const float* norm, const Model& model, f
 
 constexpr int kRowsToFetch = 64;
 
+// Writes a value as the pool stores it: normalized and multiplied, with zeros after it.
+inline void put_value(const Model& model, const Layer& layer, const float* value, float* to) {
+    float scale = model.value_scale;
+    if (model.norms_values) scale *= norm_scale(value, layer.value_dim, model.norm_eps);
+    for (int i = 0; i < layer.value_dim; ++i) to[i] = value[i] * scale;
+    std::fill(to + layer.value_dim, to + layer.head_dim, 0.0f);
+}
+
 // Normalizes and rotates a row's heads, and stores its K and V in the pool.
 template <class T>
-void place_row(const Model& model, const Layer& layer, const Step& step, int index, int row,
-               float* heads) {
-    const int dim = model.head_dim, half = dim / 2;
+void place_row(const Model& model, const Layer& layer, const Step& step, int row, float* heads) {
+    const int dim = layer.head_dim, half = dim / 2;
+    const int num_kv_heads = layer.num_kv_heads;
     const size_t first_angle =
         layer.rope * step.table_floats + static_cast<size_t>(step.positions[row]) * half;
     const float *cosines = step.cosines + first_angle, *sines = step.sines + first_angle;
@@ -121,18 +129,33 @@ void place_row(const Model& model, const Layer& layer, const Step& step, int ind
     if (layer.q_norm != nullptr && model.norms_all_heads) {
         const int width = model.num_heads * dim;
         norm_head(heads, layer.q_norm, width, model.norm_eps);
-        norm_head(heads + width, layer.k_norm, model.num_kv_heads * dim, model.norm_eps);
+        norm_head(heads + width, layer.k_norm, num_kv_heads * dim, model.norm_eps);
     }
     for (int h = 0; h < model.num_heads; ++h) turn(heads + h * dim, layer.q_norm, factor);
-    for (int h = 0; h < model.num_kv_heads; ++h) {
+    if (layer.shares_kv) return;
+    alignas(64) float padded[kHeadMax];
+    for (int h = 0; h < num_kv_heads; ++h) {
         float* key = heads + (model.num_heads + h) * dim;
         turn(key, layer.k_norm, 1.0f);
-        store_rows(model, step, key, key + model.num_kv_heads * dim,
-                   Place<T>(model, step, index, row, h));
+        const float* value =
+            heads + (model.num_heads + num_kv_heads) * dim + h * layer.value_dim;
+        if (model.norms_values || model.value_scale != 1.0f || layer.value_dim < dim) {
+            put_value(model, layer, value, padded);
+            value = padded;
+        }
+        store_rows(step, key, value, dim, Place<T>(layer, step, row, h));
     }
 }
 
 inline void gate_row(const float* gate_up, const Gating& gating, const InputRow& to) {
+    if (!gating.has_gates()) {
+        for (int at = 0; at < to.in; at += kLanes) {
+            const int num = std::min(kLanes, to.in - at);
+            const Floats up = max(load_some(gate_up + at, num), Floats{});
+            to.put(at, up * up, num);
+        }
+        return;
+    }
     const float *gate = gate_up, *up = gate_up + to.in;
     int at = 0;
     for (; at + kLanes <= to.in; at += kLanes)
@@ -205,8 +228,8 @@ inline void embed_all(const Model& model, const Step& step, float* hidden, const
 
 // Divides the attention of a step into items (attention.h). The longest items come first, so that
 // no thread begins a long one when the others are almost done.
-inline std::vector<Item> items_of(const Model& model, const Step& step, int window) {
-    const int group = model.num_heads / model.num_kv_heads;
+inline std::vector<Item> items_of(const Model& model, const Step& step, const Layer& layer) {
+    const int group = model.num_heads / layer.num_kv_heads;
     const int most = rows_of_item(model, step);
     std::vector<Item> items;
     for (int s = 0; s < step.num_spans; ++s) {
@@ -214,14 +237,14 @@ inline std::vector<Item> items_of(const Model& model, const Step& step, int wind
         for (int i = num - 1; i >= 0; --i) {
             const int first = static_cast<int64_t>(rows) * i / num;
             const int end = static_cast<int64_t>(rows) * (i + 1) / num;
-            for (int h = 0; h < model.num_kv_heads; ++h)
-                items.push_back({s, h, first, end - first, window});
+            for (int h = 0; h < layer.num_kv_heads; ++h)
+                items.push_back({s, h, first, end - first, layer.window, group});
         }
     }
     // To estimate how long an item takes: reading a key takes as long as multiplying 4 rows by it.
     constexpr int kFetching = 4;
     const auto work = [&](const Item& item) {
-        const Seen keys = keys_of(model, step.spans[item.span], item);
+        const Seen keys = keys_of(step.spans[item.span], item);
         return (item.num_rows + kFetching) *
                static_cast<int64_t>(keys.end - keys.first + keys.start);
     };
@@ -230,24 +253,29 @@ inline std::vector<Item> items_of(const Model& model, const Step& step, int wind
     return items;
 }
 
-// The attention items of each layer. Layers with the same window have the same items.
+// The attention items of each layer. Layers with the same window and the same number of KV heads
+// have the same items.
 struct LayerItems {
-    std::vector<std::vector<Item>> of_windows;
-    std::vector<int> windows;
+    std::vector<std::vector<Item>> items;
+    std::vector<const Layer*> kinds;  // a layer for each of `items`
 
     LayerItems(const Model& model, const Step& step, int num_layers) {
         for (int index = 0; index < num_layers; ++index) {
-            const int window = model.layers[index].window;
-            if (std::find(windows.begin(), windows.end(), window) != windows.end()) continue;
-            windows.push_back(window);
-            of_windows.push_back(items_of(model, step, window));
+            const Layer& layer = model.layers[index];
+            if (kind_of(layer) < kinds.size()) continue;
+            kinds.push_back(&layer);
+            items.push_back(items_of(model, step, layer));
         }
     }
 
-    const std::vector<Item>& of(const Layer& layer) const {
-        return of_windows[std::find(windows.begin(), windows.end(), layer.window) -
-                          windows.begin()];
+    size_t kind_of(const Layer& layer) const {
+        const auto is_alike = [&](const Layer* other) {
+            return other->window == layer.window && other->num_kv_heads == layer.num_kv_heads;
+        };
+        return std::find_if(kinds.begin(), kinds.end(), is_alike) - kinds.begin();
     }
+
+    const std::vector<Item>& of(const Layer& layer) const { return items[kind_of(layer)]; }
 };
 
 struct Rows {  // buffers of a step, shared by all threads
@@ -258,6 +286,7 @@ struct Rows {  // buffers of a step, shared by all threads
     StepLora lora;
     const StateSpan* state_spans;
     int num_state_spans;
+    float* layer_inputs;  // see layer_inputs.h
 };
 
 }  // namespace tandem::TANDEM_ISA
@@ -268,34 +297,38 @@ namespace tandem::TANDEM_ISA {
 
 // Returns the size of a row in `projected`.
 inline size_t projected_width(const Model& model, const Layer& layer) {
-    if (layer.latent != nullptr || layer.delta != nullptr || layer.has_gates) {
+    if (layer.latent != nullptr || layer.state != nullptr || layer.num_gates > 0) {
         size_t width = 0;
         for (const Matrix* part = &layer.qkv; part != nullptr; part = part->rest) width += part->out;
         return width;
     }
-    return static_cast<size_t>(model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
+    const int num_kv_heads = layer.shares_kv ? 0 : layer.num_kv_heads;
+    return static_cast<size_t>(model.num_heads + num_kv_heads) * layer.head_dim +
+           static_cast<size_t>(num_kv_heads) * layer.value_dim;
 }
 
 }  // namespace tandem::TANDEM_ISA
 
 #include "state_functions.h"
 
-#include "delta.h"
+#include "layer_inputs.h"
+#include "state_layer.h"
 
 namespace tandem::TANDEM_ISA {
 
-// Computes a layer up to attention: normalizes the rows, projects them, rotates Q and K, and stores
-// K and V. The queries are then in `projected`, or with latent attention in `queries`.
+// Computes a layer up to attention: normalizes the rows, projects them, computes the part that has a
+// state, rotates Q and K, and stores K and V. The queries are then in `projected`, or with latent attention in `queries`.
 inline void store_kv(const Model& model, const Step& step, int index, const Rows& rows,
                      const Team& team) {
     const Layer& layer = model.layers[index];
+    if (!layer.has_attention && layer.state == nullptr) return;
     const size_t width = projected_width(model, layer);
     const Inputs normed = inputs_of(layer.qkv, rows.input, step.num_rows, rows.rounded);
     team.each(step.num_rows, [&](int row) {
-        if (step.num_rows <= kRowsToFetch && layer.delta == nullptr) {
+        if (step.num_rows <= kRowsToFetch && layer.has_attention && !layer.shares_kv) {
             by_kv_kind(step, [&](auto kept) {
-                for (int h = 0; h < model.num_kv_heads; ++h)
-                    Place<decltype(kept)>(model, step, index, row, h).fetch(model);
+                for (int h = 0; h < layer.num_kv_heads; ++h)
+                    Place<decltype(kept)>(layer, step, row, h).fetch(layer);
             });
         }
         norm_hidden(model, rows.hidden + static_cast<size_t>(row) * model.hidden,
@@ -306,16 +339,27 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     linear(layer.qkv, normed, projected, team);
     team.wait();
     add_lora(rows.lora, index, &LoraLayer::qkv, normed, projected, team);
+    if (layer.projected_factors != nullptr)
+        team.each(step.num_rows, [&](int row) {
+            float* const to = rows.projected + row * width;
+            for (size_t i = 0; i < width; ++i) to[i] *= layer.projected_factors[i];
+        });
     rows.laps->end(QKV, team.own_thread);
+    if (layer.state != nullptr) place_state(model, step, index, rows, team);
+    if (!layer.has_attention) return;
     if (layer.latent != nullptr) return place_latent(model, step, index, rows, team);
-    if (layer.delta != nullptr) return place_delta(model, step, index, rows, team);
     team.each(step.num_rows, [&](int row) {
         float* heads = rows.projected + row * width;
         by_kv_kind(step, [&](auto kept) {
-            place_row<decltype(kept)>(model, layer, step, index, row, heads);
+            place_row<decltype(kept)>(model, layer, step, row, heads);
         });
     });
     rows.laps->end(PLACE, team.own_thread);
+}
+
+// Returns the number of gates and ups of a row.
+inline size_t gate_up_width(const Mlp& mlp) {
+    return (mlp.gate_up.gating.has_gates() ? 2 : 1) * static_cast<size_t>(mlp.down.in);
 }
 
 // Computes activation(gate) * up, the input of the MLP's down product.
@@ -323,7 +367,7 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
                        const Rows& rows, const Team& team) {
     const Mlp& mlp = model.layers[index].mlp;
 #ifdef TANDEM_PAIRS
-    if (kind_of_inputs(mlp.gate_up.kind) == BF16_PAIRS) {
+    if (kind_of_inputs(mlp.gate_up.kind) == BF16_PAIRS && mlp.gate_up.gating.has_gates()) {
         Inputs gated = inputs_of(mlp.down, rows.projected, step.num_rows, rows.rounded);
         gated.added = added_gates(model, rows.lora, index, normed, team);
         gate(mlp.gate_up, normed, gated, team);
@@ -333,7 +377,7 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
     }
 #endif
     const Inputs gated = inputs_of(mlp.down, rows.input, step.num_rows, rows.rounded);
-    const size_t width = 2 * static_cast<size_t>(mlp.down.in);
+    const size_t width = gate_up_width(mlp);
     const Output projected{rows.projected, width, Into::kSet};
     linear(mlp.gate_up, normed, projected, team);
     team.wait();
@@ -420,35 +464,49 @@ inline void add_parallel(const Model& model, int index, const Step& step, const 
     add_product(model, layer.mlp.down, gated, nullptr, DOWN, rows, index, &LoraLayer::down, team);
 }
 
-// Computes attention and the MLP or experts, and adds them to the residual stream.
-inline void finish_layer(const Model& model, const Step& step, int index, const Rows& rows,
-                         const std::vector<Item>& items, const BlockSums& sums, float* buffer,
-                         const Team& team) {
+// Computes attention, and returns its outputs and those of the part that has a state.
+inline Inputs attend_layer(const Model& model, const Step& step, int index, const Rows& rows,
+                           const std::vector<Item>& items, const BlockSums& sums, float* buffer,
+                           const Team& team) {
     const Layer& layer = model.layers[index];
     const bool is_latent = layer.latent != nullptr;
     const float* const queries = is_latent ? rows.queries : rows.projected;
-    const size_t width = is_latent ? static_cast<size_t>(model.num_heads) * model.head_dim
+    const size_t width = is_latent ? static_cast<size_t>(model.num_heads) * layer.head_dim
                                    : projected_width(model, layer);
     Inputs attended =
         is_latent ? attended_latents(model, step, rows)
                   : inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
-    if (layer.delta == nullptr) {
+    if (layer.has_attention) {
         team.each_in_turn(items.size(), [&](size_t i) {
             const Item& next = items[i + team.threads < items.size() ? i + team.threads : i];
             attend_any(model, step, index, items[i], next, queries, width, attended, sums, buffer);
         });
         sums.add_heads(team);
-        if (layer.has_gates) gate_attended(model, layer, rows, attended, team);
+        if (layer.num_gates > 0) gate_attended(model, layer, rows, attended, team);
         rows.laps->end(ATTENTION, team.own_thread);
     }
     if (is_latent) attended = values_of_heads(model, index, step, rows, buffer, team);
-    if (model.is_parallel) return add_parallel(model, index, step, attended, rows, team);
-    add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
-                index, &LoraLayer::attention_out, team);
+    return attended;
+}
+
+// Computes attention and the MLP or experts, and adds them to the residual stream.
+inline void finish_layer(const Model& model, const Step& step, int index, const Rows& rows,
+                         const std::vector<Item>& items, const BlockSums& sums, float* buffer,
+                         const Team& team) {
+    const Layer& layer = model.layers[index];
+    if (layer.has_attention || layer.state != nullptr) {
+        const Inputs attended = attend_layer(model, step, index, rows, items, sums, buffer, team);
+        if (model.is_parallel) return add_parallel(model, index, step, attended, rows, team);
+        add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT,
+                    rows, index, &LoraLayer::attention_out, team);
+    }
+    if (!layer.has_mlp) return;
     if (layer.experts != nullptr)
         add_experts(model, index, step, rows, team);
     else
         add_mlp(model, index, step, rows, team);
+    if (layer.input != nullptr) add_layer_input(model, index, step, rows, team);
+    scale_hidden(model, layer.scalar, step, rows, team);
 }
 
 // Returns the experts of the first layer that has experts; null if there is none. The experts of
@@ -461,15 +519,14 @@ inline const Experts* experts_of(const Model& model) {
 
 inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     const size_t rows = step.num_rows;
-    int heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
-    int attended = model.num_heads * model.head_dim;
+    int heads = 0, attended = 0;
     for (int index = 0; index < model.num_layers; ++index) {
         const Layer& layer = model.layers[index];
-        if (layer.delta != nullptr || layer.has_gates)
-            heads = std::max(heads, static_cast<int>(projected_width(model, layer)));
-        if (layer.delta != nullptr) attended = std::max(attended, layer.attention_out.in);
+        heads = std::max(heads, static_cast<int>(projected_width(model, layer)));
+        attended = std::max({attended, layer.attention_out.in, model.num_heads * layer.head_dim});
     }
-    const int inner = model.inner, hidden = model.hidden;
+    const int of_layer = model.layer_inputs == nullptr ? 0 : model.layer_inputs->size;
+    const int inner = std::max(model.inner, of_layer), hidden = model.hidden;
     for (Buffer& buffer : scratch.of_thread) buffer.of(attention_floats(model, step));
     const LatentFloats latent(model, rows);
     size_t projected =
@@ -509,7 +566,8 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
             &scratch.laps,
             lora_of(model, step, scratch),
             nullptr,
-            0};
+            0,
+            layer_inputs_of(model, step, scratch)};
 }
 
 inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
@@ -526,6 +584,7 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
         const Team team = scratch.team(omp_get_thread_num(), omp_get_num_threads());
         float* buffer = scratch.of_thread[team.own_thread].of(attention_floats(model, step));
         embed_all(model, step, rows.hidden, team);
+        if (model.layer_inputs != nullptr) compute_layer_inputs(model, step, rows, team);
         rows.laps->end(EMBED, team.own_thread);
         for (int index = 0; index < model.num_layers; ++index) {
             store_kv(model, step, index, rows, team);
@@ -582,7 +641,7 @@ inline void finish_logits(const Model& model, float* logits, int first, int end)
 inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
     const Rows rows = rows_of(model, step, scratch);
     const std::vector<Item> items =
-        items_of(model, step, model.layers[model.num_layers - 1].window);
+        items_of(model, step, model.layers[model.num_layers - 1]);
     const BlockSums sums = block_sums_of(model, step, scratch, false);
     const Inputs last = inputs_of(
         model.output, scratch.last.of(input_floats(step.num_logit_rows, model.hidden)),

@@ -61,11 +61,19 @@ inline size_t expanded_floats(const Mlp& mlp) {
 // Returns the size in floats of a buffer for expanded panels that is large enough for all products
 // of the model; 0 without fp8 weights.
 inline size_t expanded_floats(const Model& model) {
-    size_t most = is_fp8(model.output.kind) ? expanded_floats(model.output.in) : 0;
+    size_t most = 0;
+    const auto add = [&](const Matrix& matrix) {
+        if (is_fp8(matrix.kind)) most = std::max(most, expanded_floats(matrix.in));
+    };
+    add(model.output);
     for (int i = 0; i < model.num_layers; ++i) {
         const Layer& layer = model.layers[i];
-        for (const Matrix* matrix : {&layer.qkv, &layer.attention_out})
-            if (is_fp8(matrix->kind)) most = std::max(most, expanded_floats(matrix->in));
+        add(layer.qkv);
+        add(layer.attention_out);
+        if (layer.input != nullptr) {
+            add(layer.input->gate);
+            add(layer.input->projection);
+        }
         most = std::max(most, expanded_floats(layer.mlp));
         const int num_experts = layer.experts == nullptr ? 0 : layer.experts->num;
         for (int e = 0; e < num_experts; ++e)

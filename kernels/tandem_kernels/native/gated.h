@@ -1,6 +1,6 @@
 // Computes activation(gate) * up. All activations have the form x / (1 + exp(-f(x))):
 //
-//     silu         f(x) = x
+//     silu         f(x) = alpha x, and the result is multiplied by alpha * limit
 //     gelu_tanh    f(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3)
 //     clamped      f(x) = alpha x
 //
@@ -10,12 +10,12 @@
 namespace tandem::TANDEM_ISA {
 
 inline Floats gate_power(Floats gate, const Gating& gating) {
-    if (gating.activation == SILU_GATE) return gate;
-    if (gating.activation == CLAMPED_GATE) return gate * gating.alpha;
+    if (gating.activation != GELU_TANH_GATE) return gate * gating.alpha;
     return gate * (gate * gate * 0.0713548162726f + 1.5957691216057308f);
 }
 
 inline void clamp_gate(Floats& gate, Floats& up, const Gating& gating) {
+    if (gating.activation == SILU_GATE) up *= gating.alpha * gating.limit;
     if (gating.activation != CLAMPED_GATE) return;
     const Floats most = all(gating.limit);
     gate = gate < most ? gate : most;

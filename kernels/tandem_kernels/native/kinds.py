@@ -62,6 +62,15 @@ class Activation(IntEnum):
     SILU = 0
     GELU_TANH = 1
     CLAMPED = 2
+    RELU_SQUARED = 3  # of an MLP without gates
+
+
+class StateForm(IntEnum):
+    """The kind of a layer that keeps a state (state_layer.h)."""
+
+    GATED_DELTA = 0
+    MAMBA2 = 1
+    SHORT_CONV = 2
 
 
 # Bytes per weight. Kinds that are not listed have 1.

@@ -13,8 +13,6 @@
 
 namespace tandem::TANDEM_ISA {
 
-inline bool has_values(const Model& model) { return model.layers[0].latent == nullptr; }
-
 struct Int8Int4 {  // int8 keys, 4-bit values
     int8_t byte;
 };
@@ -57,24 +55,23 @@ using RowOf = typename ReadAs<T>::Row;
 
 // The size of a token's K in elements. Below: the size of the token's V or rotated key.
 template <class T>
-inline size_t key_row(const Model& model) {
-    const int dim = model.head_dim;
-    if constexpr (kIsLatent<T>) return model.layers[0].latent->kv_rank;
+inline size_t key_row(const Layer& layer) {
+    const int dim = layer.head_dim;
+    if constexpr (kIsLatent<T>) return layer.latent->kv_rank;
     return std::is_same_v<T, Int4> ? dim / 2 + dim / 16 : dim;
 }
 
 template <class T>
-inline size_t value_row(const Model& model) {
-    if constexpr (kIsLatent<T>) return (model.head_dim - key_row<T>(model)) * sizeof(RowOf<T>);
-    return kIsPacked<T> ? model.head_dim / 2 : model.head_dim;
+inline size_t value_row(const Layer& layer) {
+    if constexpr (kIsLatent<T>) return (layer.head_dim - key_row<T>(layer)) * sizeof(RowOf<T>);
+    return kIsPacked<T> ? layer.head_dim / 2 : layer.head_dim;
 }
 
 // Returns the order and scales of the key channels in an int4 pool; empty for other pools.
-inline KeyChannels key_channels(const Model& model, const KvGroup& group, const Layer& layer,
-                                int head) {
+inline KeyChannels key_channels(const KvGroup& group, const Layer& layer, int head) {
     if (group.key_order == nullptr) return {nullptr, nullptr};
     const size_t first =
-        (static_cast<size_t>(layer.place) * model.num_kv_heads + head) * model.head_dim;
+        (static_cast<size_t>(layer.place) * layer.num_kv_heads + head) * layer.head_dim;
     return {group.key_order + first, group.key_scales + first};
 }
 
@@ -87,37 +84,35 @@ struct Place {
     // static scales of K and V in an fp8 pool; 0: each row has its own scale
     uint16_t fixed_scales[2] = {0, 0};
 
-    Place(const Model& model, const Step& step, int index, int row, int head) {
-        const Layer& layer = model.layers[index];
+    Place(const Layer& layer, const Step& step, int row, int head) {
         const KvGroup& group = step.group_of(layer);
         const size_t block = group.slots[row] / step.block_size;
         const size_t token = group.slots[row] % step.block_size;
-        const size_t of_key = key_row<T>(model), of_value = value_row<T>(model);
+        const size_t of_key = key_row<T>(layer), of_value = value_row<T>(layer);
         char* part = static_cast<char*>(group.kv) + block * group.block_bytes +
                      head * group.head_bytes + layer.place * group.layer_bytes;
         T* const values = reinterpret_cast<T*>(part) + step.block_size * of_key;
         key = reinterpret_cast<T*>(part) + token * of_key;
         value = values + token * of_value;
         scale = reinterpret_cast<uint16_t*>(values + step.block_size * of_value) + token;
-        channels = key_channels(model, group, layer, head);
+        channels = key_channels(group, layer, head);
         if (group.fixed_scales != nullptr)
             std::copy_n(group.fixed_scales + 2 * layer.place, 2, fixed_scales);
     }
 
     // Prefetches this place, because the tokens of a decode step are stored in different blocks.
-    void fetch(const Model& model) const {
+    void fetch(const Layer& layer) const {
         constexpr size_t kLine = 64 / sizeof(T);
-        for (size_t i = 0; i < key_row<T>(model); i += kLine) __builtin_prefetch(key + i, 1, 2);
-        for (size_t i = 0; i < value_row<T>(model); i += kLine) __builtin_prefetch(value + i, 1, 2);
+        for (size_t i = 0; i < key_row<T>(layer); i += kLine) __builtin_prefetch(key + i, 1, 2);
+        for (size_t i = 0; i < value_row<T>(layer); i += kLine) __builtin_prefetch(value + i, 1, 2);
         if constexpr (kHasScales<T> || kIsLatent<T>) __builtin_prefetch(scale, 1, 2);
     }
 };
 
-// Stores a rotated key and a value.
+// Stores a rotated key and a value of `dim` numbers each.
 template <class T>
-inline void store_rows(const Model& model, const Step& step, const float* key, const float* value,
+inline void store_rows(const Step& step, const float* key, const float* value, int dim,
                        const Place<T>& to) {
-    const int dim = model.head_dim;
     if constexpr (kIsLatent<T>) {
         return;  // latent.h stores these rows.
     } else if constexpr (!kHasScales<T>) {

@@ -52,11 +52,11 @@ void place_token(const Model& model, const Step& step, int index, int row, const
     norm_head(token, latent.kv_norm, latent.kv_rank, latent.norm_eps);
     float* key = token + latent.kv_rank;
     rotate(key, cosines, sines, latent.rope, 1.0f, key);
-    const Place<T> to(model, step, index, row, 0);
+    const Place<T> to(model.layers[index], step, row, 0);
     if constexpr (kIsLatent<T>)
         store_latent(token, latent.kv_rank, latent.rope, to);
     else if constexpr (!kHasScales<T>)
-        for (int i = 0; i < model.head_dim; i += kLanes)
+        for (int i = 0; i < model.layers[index].head_dim; i += kLanes)
             store_some(to.key + i, load(token + i), kLanes);
 }
 
@@ -65,7 +65,7 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
                          const Team& team) {
     const Layer& layer = model.layers[index];
     const Latent& latent = *layer.latent;
-    const int num_heads = model.num_heads, dim = model.head_dim, q_dim = latent.plain + latent.rope;
+    const int num_heads = model.num_heads, dim = layer.head_dim, q_dim = latent.plain + latent.rope;
     const size_t width = layer.qkv.out;
     const float* queries = rows.projected;
     size_t stride = width;
@@ -107,7 +107,7 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
 
 // Returns the fp32 buffer to which attention writes its output.
 inline Inputs attended_latents(const Model& model, const Step& step, const Rows& rows) {
-    return {rows.attended, F32, step.num_rows, model.num_heads * model.head_dim, nullptr};
+    return {rows.attended, F32, step.num_rows, model.num_heads * model.layers[0].head_dim, nullptr};
 }
 
 // Multiplies the attention output by the value matrices. The result is the input of the product
@@ -124,7 +124,7 @@ inline Inputs values_of_heads(const Model& model, int index, const Step& step, c
         for (int head = 0; head < num_heads; ++head) {
             from.copy_to(buffer, 1);
             put_row(buffer, 1.0f, inputs_of_head(latent.values, head, rows, step.num_rows).row(row));
-            from.numbers.first += model.head_dim * from.numbers.stride;
+            from.numbers.first += layer.head_dim * from.numbers.stride;
         }
     });
     multiply_heads({latent.values, &LoraLayer::values, index}, num_heads, rows, step.num_rows,
@@ -143,14 +143,14 @@ struct LatentFloats {
     size_t projected = 0, input = 0, heads = 0, queries = 0, of_heads = 0, attended = 0;
 
     LatentFloats(const Model& model, size_t num_rows) {
-        if (has_values(model)) return;
         const Layer& layer = model.layers[0];
+        if (layer.latent == nullptr) return;
         const Latent& latent = *layer.latent;
         const size_t num_heads = model.num_heads;
         projected = num_rows * layer.qkv.out;
         input = latent.q_norm == nullptr ? 0 : input_floats(num_rows, latent.q_out.in);
         heads = num_rows * num_heads * std::max(latent.plain + latent.rope, latent.value);
-        queries = num_rows * num_heads * model.head_dim;
+        queries = num_rows * num_heads * layer.head_dim;
         of_heads = num_heads * input_floats(num_rows, std::max(latent.plain, latent.kv_rank));
         attended = input_floats(num_rows, layer.attention_out.in);
     }

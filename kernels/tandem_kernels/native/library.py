@@ -32,10 +32,12 @@ from tandem_kernels.native.kinds import PANEL as PANEL
 from tandem_kernels.native.kinds import Activation as Activation
 from tandem_kernels.native.kinds import Kind as Kind
 from tandem_kernels.native.kinds import Stage as Stage
+from tandem_kernels.native.kinds import StateForm as StateForm
 from tandem_kernels.native.kinds import packed_bytes as packed_bytes
 from tandem_kernels.native.kinds import whole_steps as whole_steps
 
 _RANK_ENDED = 2  # the status that functions of api.cpp return if another rank has ended
+SECTIONS_MAX = 3  # sections of the channels of a layer's convolution
 _UNIT_INPUTS = 64  # quantized weights: the number of inputs is padded to a multiple of 64
 
 
@@ -83,6 +85,10 @@ class Experts(Structure):
         ),
         ("scale", c_float),
         ("shared_gate", c_void_p),
+        *(
+            (name, c_void_p)
+            for name in ("router_norm", "input_norm", "output_norm", "shared_output_norm", "scales")
+        ),
     )
 
 
@@ -98,13 +104,34 @@ class Latent(Structure):
     )
 
 
-class Delta(Structure):
+class StateLayer(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("q_taps", "k_taps", "v_taps", "a_log", "dt_bias", "norm")),
+        *((name, c_void_p * SECTIONS_MAX) for name in ("taps", "conv_bias")),
+        *((name, c_void_p) for name in ("a_log", "dt_bias", "skip", "norm")),
         *(
             (name, c_int32)
-            for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "num_taps")
+            for name in (
+                *("form", "has_norm", "num_k_heads", "num_v_heads", "key_dim", "value_dim"),
+                *("num_taps", "group", "place"),
+            )
         ),
+        ("rate_max", c_float),
+        ("norm_eps", c_float),
+    )
+
+
+class LayerInput(Structure):
+    _fields_ = (("gate", Matrix), ("projection", Matrix), ("norm", c_void_p))
+
+
+class LayerInputs(Structure):
+    _fields_ = (
+        ("embedding", c_void_p),
+        ("projection", Matrix),
+        ("norm", c_void_p),
+        ("embedding_kind", c_int32),
+        ("size", c_int32),
+        ("multiplier", c_float),
     )
 
 
@@ -119,6 +146,7 @@ class Layer(Structure):
         ("mlp_post_norm", c_void_p),
         ("qkv", Matrix),
         ("attention_out", Matrix),
+        ("projected_factors", c_void_p),
         ("mlp", Mlp),
         ("experts", POINTER(Experts)),
         ("latent", POINTER(Latent)),
@@ -126,8 +154,13 @@ class Layer(Structure):
         ("window", c_int32),
         ("group", c_int32),
         ("place", c_int32),
-        ("has_gates", c_int32),
-        ("delta", POINTER(Delta)),
+        ("num_gates", c_int32),
+        ("has_attention", c_int32),
+        ("has_mlp", c_int32),
+        ("state", POINTER(StateLayer)),
+        *((name, c_int32) for name in ("num_kv_heads", "head_dim", "value_dim", "shares_kv")),
+        ("scalar", c_float),
+        ("input", POINTER(LayerInput)),
     )
 
 
@@ -143,8 +176,6 @@ class Model(Structure):
                 "num_layers",
                 "hidden",
                 "num_heads",
-                "num_kv_heads",
-                "head_dim",
                 "inner",
                 "vocab",
                 "embedding_kind",
@@ -155,7 +186,13 @@ class Model(Structure):
         ("num_threads", c_int32),
         *(
             (name, c_int32)
-            for name in ("norms_all_heads", "norms_rotated", "centers_norms", "is_parallel")
+            for name in (
+                "norms_all_heads",
+                "norms_rotated",
+                "centers_norms",
+                "is_parallel",
+                "norms_values",
+            )
         ),
         *(
             (name, c_float)
@@ -166,8 +203,10 @@ class Model(Structure):
                 "logits_multiplier",
                 "logit_cap",
                 "attention_cap",
+                "value_scale",
             )
         ),
+        ("layer_inputs", POINTER(LayerInputs)),
     )
 
 

@@ -104,6 +104,7 @@ struct Scratch {
     Buffer logits;    // router logits [rows, experts], and ranks [rows, 2 * experts]
     Buffer heads, queries, of_heads;  // see latent.h
     Buffer block_shares;              // see block_sums.h
+    Buffer layer_inputs;              // see layer_inputs.h
     std::vector<std::size_t> first_shares;
     Buffer chosen, choices, first;  // the arrays of Routing
     Buffer largest;                 // Largest, [threads, logit rows]
@@ -120,7 +121,7 @@ struct Scratch {
         for (Buffer* buffer :
              {&hidden, &input, &projected, &attended, &delta, &rounded, &last, &gates, &routed,
               &logits, &heads, &queries, &of_heads, &block_shares, &chosen, &choices, &first,
-              &largest}) {
+              &largest, &layer_inputs}) {
             buffer->share(at, ranks.buffer_bytes);
             at += ranks.buffer_bytes;
         }
@@ -141,6 +142,6 @@ struct Scratch {
     }
 };
 
-constexpr int kSharedBuffers = 18;
+constexpr int kSharedBuffers = 19;
 
 }  // namespace tandem

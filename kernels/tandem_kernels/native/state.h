@@ -57,6 +57,7 @@ struct StateScan {
     HeadRows a, b;  // one number for each v head
     const float *a_log, *dt_bias, *skip;  // [v heads]
     float dt_min, dt_max;                 // Mamba 2: limits of softplus(dt + dt_bias)
+    float rate_max;                       // Gated DeltaNet: factor on sigmoid(b)
     float* y;                             // [rows][v heads][value_dim]
     int64_t y_stride;                     // between rows
     float* states;  // [slots][v heads][key_dim][value_dim], with strides

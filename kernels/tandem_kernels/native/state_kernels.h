@@ -133,7 +133,7 @@ inline void compute_factors(const StateScan& scan, int first_row, int num_rows, 
             store(to.factor + i, step);
         }
         store(to.decay + i, exp(step * rate));
-        store(betas + i, 1.0f / (exp(-load(betas + i)) + 1.0f));
+        store(betas + i, scan.rate_max / (exp(-load(betas + i)) + 1.0f));
     }
     const float scale = 1.0f / std::sqrt(static_cast<float>(scan.key_dim));
     for (int i = 0; i < num_rows; ++i) {

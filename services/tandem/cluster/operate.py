@@ -123,9 +123,10 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
         while missing := differences(state["pools"], wanted):
             if time.monotonic() > give_up_at:
                 raise OperateError(
-                    f"the sizes were not reached in {deadline_s:g} s: {'; '.join(missing)}. The "
-                    "cluster still works towards them, and `tandem status` shows what is missing; "
-                    "on Kubernetes, `kubectl get pods` shows what a pod waits for"
+                    f"the pools did not reach the requested sizes in {deadline_s:g} s: "
+                    f"{'; '.join(missing)}. The cluster still works towards these sizes; `tandem "
+                    "status` shows the progress, and on Kubernetes `kubectl get pods` shows why a "
+                    "pod waits"
                 )
             waiting.show(*scale_steps(initial, state, wanted))
             time.sleep(_POLL_INTERVAL_S)

@@ -38,6 +38,21 @@ class RotatedKey(NamedTuple):
     dtype: str  # dtype of the rotated key's elements; one of the names in DTYPE_BYTES
 
 
+class IndexKeys(NamedTuple):
+    """The keys of the indexers of sparse attention (tandem/models/config/indexer.py). A token has
+    one in each layer with an indexer."""
+
+    num_layers: int  # number of layers with an indexer
+    dim: int  # number of elements of a key
+
+    def num_bytes(self, kv_dtype: str, block_size: int, part_bytes: int) -> int:
+        """Returns the bytes of the keys in a block, in the dtype of its KV. They are padded to a
+        multiple of `part_bytes`, the bytes of one head in one layer, so that a pool is an array of
+        parts."""
+        num_bytes = block_size * self.num_layers * self.dim * DTYPE_BYTES[kv_dtype]
+        return -(-num_bytes // part_bytes) * part_bytes
+
+
 def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:
     """Returns the dtype of computation, a key of DTYPE_BYTES.
 

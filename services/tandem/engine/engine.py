@@ -95,7 +95,12 @@ class Engine:
             runner, model_fingerprint, self.layout, self._grammars, self._adapters
         )
         self._tiers = make_tiers(
-            config, self._kv, runner.kv, self._new_sequences.identity, start_thread
+            config,
+            self._kv,
+            runner.kv,
+            self._new_sequences.identity,
+            start_thread,
+            runner.tier_blocks if runner.num_pools > 1 else None,
         )
         self.kept = KeptChains(self._kv, self._tiers, config.kv_pin_share)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
@@ -194,8 +199,8 @@ class Engine:
         old = self._sequences.find(spec.sequence_id)
         if Mode.PREFILL_ONLY in (old.mode, spec.mode):
             raise InternalError(
-                f"sequence {spec.sequence_id} cannot be restarted: this worker only "
-                "prefills it, for another worker"
+                f"sequence {spec.sequence_id} cannot be restarted, because this worker computes "
+                "only the prompt, for another worker"
             )
         self._drop(old, unsafe_blocks)
         self._new_sequences.check(spec)
@@ -218,6 +223,7 @@ class Engine:
         sequence.advance(sequence.num_missing_tokens)
         sequence.tables.set_sums(sequence.num_tokens, list(sums))
         self._store_full_blocks(sequence)
+        sequence.take_frozen_states(self._kv)
         sequence.append(first_token_id)
         if not self._end_if_over(sequence):
             self._scheduler.start(sequence)
@@ -237,8 +243,7 @@ class Engine:
         sequence = self._sequences.awaiting(sequence_id)
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(
-                f"sequence {sequence_id} waits for the KV of its whole prompt; this call is only "
-                "for sequences that wait for the KV of a prefix"
+                f"sequence {sequence_id} waits for the KV of the whole prompt, not of a prefix"
             )
         try:
             num_stored = sequence.num_stored_blocks
@@ -249,8 +254,8 @@ class Engine:
             check_own(sequence_id, own, unsafe_blocks)
             if not is_short and not self._kv.replace(sequence.tables, unsafe_blocks):
                 raise QueueFull(
-                    "a pull that was given up may still write to blocks of this request, and the "
-                    "KV pool has too few free blocks to replace these blocks; try again"
+                    "the KV pool has too few free blocks for this request: an abandoned pull may "
+                    "still write to the request's own blocks. Try again"
                 )
         except TandemError:
             self._drop(sequence, unsafe_blocks)
@@ -652,7 +657,6 @@ class LiveSequences(dict[str, Sequence]):
         sequence = self.awaiting(sequence_id)
         if sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(
-                f"sequence {sequence_id} waits for the KV of a prefix; this call is only for "
-                "sequences that wait for the KV of their whole prompt"
+                f"sequence {sequence_id} waits for the KV of a prefix, not of the whole prompt"
             )
         return sequence

@@ -36,7 +36,8 @@ class KeptChains:
         would exceed its share of the pinned blocks.
 
         If `retention.num_tokens` is not 0, only the full blocks within the first `num_tokens`
-        tokens are pinned. `tenant` is the salt of the block hashes.
+        tokens are pinned. `tenant` is the salt of the block hashes. The result has the number of
+        leading blocks after which a request can resume as long as the pins last.
 
         In a model with sliding windows, a request that continues the chain needs the chain's last
         blocks from the pool of each window. This method also marks these blocks to be copied to the
@@ -53,13 +54,18 @@ class KeptChains:
         is_refused = False
         for group, pool in zip(self._kv.layout.groups, self._kv.pools, strict=True):
             if group.window is None:
-                cached = block_hashes[: len(pool.match(block_hashes))]
+                cached = list(block_hashes[: len(pool.match(block_hashes))])
             else:
-                cached = [h for h in block_hashes if pool.find(h) is not None]
+                cached = [h for h in block_hashes[:depth] if pool.find(h) is not None]
+            if group.has_states:
+                cached = cached[
+                    -1:
+                ]  # a request that continues the chain needs the last state alone
             num_pinned = pool.pin(tenant, retention.weight, cached, until)
             is_refused |= num_pinned < len(cached)
             if group.window is None:
                 depth = min(depth, num_pinned)
+        depth = self._kv.layout.deepest_hit(block_hashes, depth, self._is_pinned)
         resume = len(block_hashes) * self._kv.layout.block_size
         for tier in self._tiers.tiers:
             for group, slots in zip(self._kv.layout.groups, tier.groups, strict=True):
@@ -68,9 +74,15 @@ class KeptChains:
         if is_refused:
             share = self._kv.pools[0].pins.share(tenant, retention.weight)
             return Kept(depth, f"the tenant may protect at most {share} blocks from eviction")
-        return Kept(
-            depth, "" if depth == len(block_hashes) else ("the other blocks are no longer cached")
-        )
+        if depth == len(block_hashes):
+            return Kept(depth)
+        if self._kv.has_states:
+            return Kept(depth, "no state is kept after any of the other blocks")
+        return Kept(depth, "the other blocks are no longer cached")
+
+    def _is_pinned(self, group: int, block_hash: bytes) -> bool:
+        pool = self._kv.pools[group]
+        return pool.find(block_hash) is not None and block_hash in pool.pins
 
     def expire(self) -> None:
         """Ends the pins that have expired."""

@@ -110,7 +110,7 @@ class PeerBlocks:
         """
         chain = self._chains.get(sequence_id)
         if chain is None or not chain.is_imported:
-            raise InternalError(f"this engine runs no import {sequence_id} of KV blocks")
+            raise InternalError(f"no import of KV blocks with the id {sequence_id} is in progress")
         num_cached = chain.num_cached_blocks
         num_held = len(chain.block_hashes)
         try:

@@ -54,6 +54,7 @@ class PendingReport:
             # With sliding windows, a sequence that awaits its prefix has only the blocks of the
             # prefix. Without windows, it has the blocks for all of its tokens, and `prefix` is 0.
             prefix = sequence.num_prefix_blocks * self._layout.has_windows
+            is_prefix = sequence.mode is not Mode.WAITING_FOR_REMOTE_KV
             self.reserved(
                 sequence.sequence_id,
                 sequence.tables,
@@ -61,6 +62,7 @@ class PendingReport:
                 num_blocks=prefix or sequence.tables.num_full(sequence.num_tokens),
                 depth=prefix or sequence.last_depth,
                 cached=sequence.cached or NONE_CACHED,
+                checkpoint=0 if is_prefix else sequence.tables.checkpoint,
             )
         # With sliding windows, a sequence that awaits its prefix may have to release its blocks and
         # start again. So the blocks that it reuses are not final yet.
@@ -76,13 +78,17 @@ class PendingReport:
         num_blocks: int,
         depth: int,
         cached: CachedTokens = NONE_CACHED,
+        checkpoint: int = 0,
     ) -> None:
         """Reports the blocks with index `num_cached` to `num_blocks` - 1, which a pull from a peer
         has to fill. The blocks before them are cached.
 
-        The sequence resumes after `depth` blocks.
+        The sequence resumes after `depth` blocks. The frozen states after `checkpoint` blocks are
+        pulled, too, if this is not 0.
         """
-        missing = transfer_order(self._layout, tables, num_cached, num_blocks, depth=depth)
+        missing = transfer_order(
+            self._layout, tables, num_cached, num_blocks, depth=depth, checkpoint=checkpoint
+        )
         missing = missing + running_states(self._layout, tables)
         num_cached_tokens = num_cached * self._layout.block_size
         self._report.reserved.append(Reserved(sequence_id, num_cached_tokens, missing, cached))
@@ -107,7 +113,12 @@ class PendingReport:
         if end <= first:
             return
         block_ids = transfer_order(
-            self._layout, sequence.tables, first, end, depth=sequence.last_depth
+            self._layout,
+            sequence.tables,
+            first,
+            end,
+            depth=sequence.last_depth,
+            checkpoint=sequence.tables.checkpoint,
         )
         if not sequence.num_missing_tokens:
             block_ids = block_ids + running_states(self._layout, sequence.tables)

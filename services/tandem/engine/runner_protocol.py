@@ -9,6 +9,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.adapter_slots import AdapterRunner
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.scheduler.batch import StepBatch
+from tandem.engine.tiers.device.blocks import DeviceBlocks
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import Draw
 
@@ -50,6 +51,10 @@ class Runner(AdapterRunner, Protocol):
 
     def allocate(self, *num_blocks: int) -> None:
         """Allocates one pool per KV group, with these numbers of blocks."""
+
+    def tier_blocks(self, config: EngineConfig) -> Sequence[DeviceBlocks]:
+        """Returns the blocks through which KV tiers copy, for each KV group. Called once, after
+        `allocate`, and only if `num_pools` is more than 1. Raises ConfigError."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies blocks' KV in the order of `copies`. An item is (source id, target id, KV

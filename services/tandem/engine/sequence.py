@@ -48,7 +48,7 @@ copy of this block and computes the tokens after those that are equal:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from tandem.common.block_hash import block_hash, hash_blocks
@@ -84,6 +84,17 @@ class SequenceStart:
     # only this sequence writes, or into its running state. Empty: nothing is copied.
     sources: tuple[int | None, ...]
     is_fork: bool
+    # Number of blocks after which frozen states are transferred to the consumer; 0: none are.
+    checkpoint: int = 0
+    # Frozen states that become the running states of the sequence, one for each state group, in
+    # place of copies of `sources`.
+    taken: tuple[int, ...] = ()
+
+    def taking_states(self) -> SequenceStart:
+        """Returns a start that needs no slots besides those of `sources`, which are then not cached
+        any more."""
+        taken = tuple(source for source in self.sources if source is not None)
+        return replace(self, sources=(), taken=taken)
 
 
 @dataclass(slots=True)
@@ -267,8 +278,7 @@ class Sequence:
         """Largest number of tokens that the next chunk may have. A chunk ends where loaded blocks
         begin, at each point at which a KV budget evicts blocks, and where states are frozen."""
         if self.checkpoints is not None:
-            end = self.checkpoints.next_after(self.num_computed_tokens, self.num_prefill_tokens)
-            return min(self.num_missing_tokens, end - self.num_computed_tokens)
+            return min(self.num_missing_tokens, self.next_checkpoint - self.num_computed_tokens)
         if hitters := self.tables.hitters:
             return min(
                 self.num_missing_tokens, hitters.num_until_eviction(self.num_computed_tokens)
@@ -276,6 +286,22 @@ class Sequence:
         if loaded := self.loading.loaded:
             return loaded.start * self.block_size - self.num_computed_tokens
         return self.num_missing_tokens
+
+    @property
+    def next_checkpoint(self) -> int:
+        """Number of tokens after which states are frozen next. Only if the model has states."""
+        assert self.checkpoints is not None
+        num_computed = self.num_computed_tokens
+        end = self.checkpoints.next_after(num_computed, self.num_prefill_tokens)
+        return min(end, self._branch) if self._branch > num_computed else end
+
+    @property
+    def _branch(self) -> int:
+        """The last position up to which KV was cached at admission. If it has no state yet, other
+        prompts have the same beginning, so a state is worth its memory. 0: no KV was cached."""
+        assert self.checkpoints is not None
+        num_known = min(self.num_known_blocks, self.last_depth) * self.block_size
+        return self.checkpoints.last_until(num_known)
 
     @property
     def num_final_blocks(self) -> int:
@@ -461,9 +487,23 @@ class Sequence:
         if awaits:
             num_computed = start
             part = NO_PART
+        checkpoint = 0
+        if self.mode is Mode.PREFILL_ONLY:
+            checkpoint = self._transferred_checkpoint(self.spec.first_wanted_block)
+        elif awaits and self.mode is Mode.WAITING_FOR_REMOTE_KV:
+            checkpoint = self._transferred_checkpoint(num_cached_blocks)
         return SequenceStart(
-            num_cached_blocks, num_computed, resume, part.sources, fork is not None
+            num_cached_blocks, num_computed, resume, part.sources, fork is not None, checkpoint
         )
+
+    def _transferred_checkpoint(self, first_wanted_block: int) -> int:
+        """Returns the number of blocks after which frozen states are transferred to a consumer that
+        wants the blocks from `first_wanted_block` on; 0: none are. Producer and consumer compute
+        the same number."""
+        if self.checkpoints is None or not self.spec.has_forks:
+            return 0
+        depth = self.checkpoints.last_before(self.num_tokens) // self.block_size
+        return depth if depth > first_wanted_block else 0
 
     def hold(self, tables: BlockTables, start: SequenceStart) -> list[BlockCopy]:
         """Assigns the block tables at admission. Returns the copies from `start.sources` to the
@@ -563,9 +603,11 @@ class Sequence:
     @property
     def is_at_checkpoint(self) -> bool:
         """True if the states are to be frozen now, after `num_computed_tokens` tokens."""
-        return self.checkpoints is not None and self.checkpoints.includes(
-            self.num_computed_tokens, self.num_prefill_tokens
-        )
+        if self.checkpoints is None:
+            return False
+        num_computed = self.num_computed_tokens
+        is_branch = num_computed > 0 and num_computed == self._branch
+        return is_branch or self.checkpoints.includes(num_computed, self.num_prefill_tokens)
 
     def freeze_states(self, kv: KvCache) -> list[BlockCopy]:
         """Caches copies of the running states under the hash of the last full block. Returns the
@@ -581,6 +623,17 @@ class Sequence:
             token_ids=self.block_tokens(depth - 1),
             adapter=self.spec.adapter,
         )
+
+    def take_frozen_states(self, kv: KvCache) -> None:
+        """Caches the frozen states that a peer has sent with the blocks, if there are any."""
+        if depth := self.tables.checkpoint:
+            kv.store_checkpoint(
+                self.tables,
+                self.block_hashes[:depth],
+                chain_root=self.chain_root,
+                token_ids=self.block_tokens(depth - 1),
+                adapter=self.spec.adapter,
+            )
 
     def take_used(self) -> list[bytes]:
         """Returns the hashes of the blocks stored or reused since the last call. No block is

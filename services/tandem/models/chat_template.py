@@ -563,7 +563,7 @@ class _Clock(threading.local):
         """Raises TemplateError if the deadline has passed. Returns "", because each loop iteration
         prints the result of this call into the prompt."""
         if time.monotonic() > self.late_at:
-            raise jinja2.TemplateError(f"rendering takes more than {RENDER_S_MAX:g} s")
+            raise jinja2.TemplateError(f"the template takes more than {RENDER_S_MAX:g} s to render")
         return ""
 
 

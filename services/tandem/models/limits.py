@@ -20,13 +20,16 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
     """Raises ConfigError naming the first setting that the model does not support."""
     max_context(options, model)
     if model.implementation == "transformers" and (why := _why_not_transformers(options)):
-        raise ConfigError(f"{model.architecture} is computed through transformers: {why}")
+        raise ConfigError(
+            f"{model.architecture} is computed through transformers, which does not support these "
+            f"settings: {why}"
+        )
     if options.kv_dtype != "auto" and (why := why_not_kv_dtype(model, options.kv_dtype)):
         raise ConfigError(why)
     if why := why_not_tensor_parallel(model, options.tensor_parallel):
         raise ConfigError(why)
     if model.has_states and (why := _why_not_with_states(options)):
-        raise ConfigError(f"{why}; the model has layers with linear attention")
+        raise ConfigError(f"{why}, and the model has layers with linear attention")
     if options.expert_parallel and (why := _why_not_expert_parallel(model, options)):
         raise ConfigError(f"expert-parallel is set, but {why}; remove expert-parallel")
 
@@ -73,35 +76,42 @@ def _why_not_transformers(options: EngineOptions) -> str:
 def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
     """Returns the reason why this number of ranks cannot share the heads of the model; "" if they
     can. A rank has whole query heads, and whole KV heads or a copy of one."""
-    if num_ranks > 1 and (why := why_only_torch(model)):
+    is_only_torch = model.index_keys is not None or model.alt_up is not None
+    if num_ranks > 1 and is_only_torch and (why := why_irregular(model)):
         return f"tensor-parallel is {num_ranks}; it must be 1 for this model: {why}"
     num_heads = model.num_attention_heads
-    num_kv_heads = model.num_kv_heads
+    all_kv_heads = sorted({model.heads_of(layer).num_kv for layer in model.layers})
 
     def can_share(num: int) -> bool:
-        return num_heads % num == 0 and 0 in (num_kv_heads % num, num % num_kv_heads)
+        return num_heads % num == 0 and all(0 in (each % num, num % each) for each in all_kv_heads)
 
     if can_share(num_ranks):
         return ""
     possible = ", ".join(str(num) for num in range(1, num_heads + 1) if can_share(num))
     return (
         f"tensor-parallel is {num_ranks}, but the model's {num_heads} query heads and "
-        f"{num_kv_heads} KV heads cannot be divided among {num_ranks} ranks; possible are "
-        f"{possible}"
+        f"{' or '.join(map(str, all_kv_heads))} KV heads cannot be divided among {num_ranks} "
+        f"ranks; possible are {possible}"
     )
 
 
-def why_only_torch(model: ModelConfig) -> str:
-    """Returns why only the torch kernels can compute a model; "" if others can, too."""
+def why_irregular(model: ModelConfig) -> str:
+    """Returns in what a model differs from those whose layers all have keys and values of one
+    shape; "" if it does not differ. Adapters, quantized KV, the Triton kernels, and torch with
+    several ranks need such layers."""
     for layer in model.layers:
         if layer.kv_source is not None:
-            return "only the torch kernels share the KV of a layer with later layers"
+            return "some layers read the KV of earlier layers"
+        if layer.indexer is not None:
+            return "an indexer chooses the tokens to which a query attends"
         if layer.heads is not None:
-            return "only the torch kernels compute layers with heads of different sizes"
+            return "layers have heads of different sizes"
     if model.value_dim is not None:
-        return "only the torch kernels compute values of another size than keys"
+        return "values have another size than keys"
+    if model.alt_up is not None:
+        return "the residual stream has several copies (AltUp)"
     if model.per_layer_inputs is not None:
-        return "only the torch kernels compute embeddings for each layer"
+        return "tokens have an embedding for each layer"
     return ""
 
 
@@ -120,7 +130,7 @@ def max_context(options: EngineOptions, model: ModelConfig) -> int:
 
 def why_not_kv_dtype(model: ModelConfig, dtype: str) -> str:
     """Returns the reason why the model's KV cannot have this dtype; "" if it can."""
-    if is_quantized(dtype) and (why := why_only_torch(model)):
+    if is_quantized(dtype) and (why := why_irregular(model)):
         return f"the KV dtype {dtype} is not supported for this model: {why}"
     if dtype == "int4" and model.has_states:
         return (

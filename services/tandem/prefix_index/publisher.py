@@ -193,7 +193,7 @@ class Publisher:
                 # The cause is a bug. Starting a new log is better than ending the publisher's task.
                 self._in_step = False
                 failures += 1
-                logger.exception("publishing to the prefix tree failed and is tried again")
+                logger.exception("publishing KV blocks to the prefix tree failed; trying again")
             await self._pause(failures)
 
     async def _begin_log(self) -> None:
@@ -207,7 +207,7 @@ class Publisher:
         self._num_in_flight = 0
         self._in_step = True
         logger.info(
-            "publishing %d KV blocks to the prefix tree; this worker's epoch is %s",
+            "publishing %d KV blocks to the prefix tree as worker epoch %s",
             len(self._held),
             self.epoch,
         )

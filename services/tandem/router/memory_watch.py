@@ -75,8 +75,8 @@ class MemoryWatch:
             growth = resident_bytes() - self._base_bytes
             if growth > self._hard_bytes:
                 log.error(
-                    "the memory of this process grew by %d MiB, and the hard limit that follows "
-                    "from --grpc-memory is %d MiB: the process ends at once",
+                    "this process ends now: its memory grew by %d MiB, which is over the "
+                    "hard limit of %d MiB that --grpc-memory sets",
                     growth >> 20,
                     self._hard_bytes >> 20,
                 )

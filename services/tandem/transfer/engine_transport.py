@@ -74,7 +74,7 @@ class EngineTransport:
                 "hangs"
             ) from None
         if not result.done:
-            raise LeaseLost(f"a read from {self._peer_id} failed: {result.error}")
+            raise LeaseLost(f"reading KV blocks from {self._peer_id} failed: {result.error}")
         return result.elapsed_s
 
     def close(self) -> None:

@@ -338,7 +338,7 @@ BAD = [
     ({"prompt": "x", "use_beam_search": True, "n": 17}, 400, "n", "16 with use_beam_search"),
     ({"prompt": "x", "use_beam_search": True, "best_of": 2}, 400, "best_of", "n with"),
     ({"prompt": "x", "use_beam_search": True, "stop": "."}, 400, "stop", "use_beam_search"),
-    ({"prompt": "x", "use_beam_search": True, "logprobs": 1}, 400, "logprobs", "leave it out"),
+    ({"prompt": "x", "use_beam_search": True, "logprobs": 1}, 400, "logprobs", "leave out"),
     ({"prompt": "x", "stop_token_ids": [99999]}, 400, "stop_token_ids", "0 to 49151"),
 ]
 

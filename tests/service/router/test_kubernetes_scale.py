@@ -234,7 +234,7 @@ async def test_outside_a_pod_and_without_a_token(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
     error = await failure(scale, decode=2)
     assert type(error) is NotNow
-    assert "in no pod" in error.message
+    assert "not in a pod" in error.message
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,7 +26,10 @@ async def test_an_unknown_field_is_ignored_and_named(router: RunningRouter, stre
     extra = {"wings": 2, "stream_options": {"speed": 1}} if stream else {"wings": 2}
     answer = await raw.create(model="tiny", messages=CHAT, stream=stream, extra_body=extra)
     named = "wings, stream_options.speed" if stream else "wings"
-    assert answer.headers["warning"] == f'299 tandem "unknown fields are ignored: {named}"'
+    assert (
+        answer.headers["warning"]
+        == f'299 tandem "unknown fields of the request are ignored: {named}"'
+    )
     usual = await raw.create(model="tiny", messages=CHAT, user="me", metadata={"a": "b"})
     assert "warning" not in usual.headers
 
@@ -51,7 +54,7 @@ async def test_what_is_known_and_not_supported_is_refused(router: RunningRouter)
         (
             [5] * 2000,
             200,
-            "the prompt has 2000 tokens, so max_tokens must be at most 48; it is 200",
+            "The prompt has 2000 tokens, so max_tokens must be at most 48, not 200",
         ),
         (" 1x" * 100_000, None, "the prompt has 300000 characters, and may have at most 131072"),
     ],

@@ -398,7 +398,7 @@ async def test_what_has_no_effect_is_named(router: RunningRouter, client: AsyncA
             model="tiny", max_tokens=9, messages=ASKED, extra_body=body
         )
         assert raw.headers["warning"] == (
-            '299 tandem "unknown fields are ignored: output_config.task_budget", '
+            '299 tandem "unknown fields of the request are ignored: output_config.task_budget", '
             '299 tandem "fields without effect: thread"'
         )
 
@@ -457,7 +457,7 @@ async def test_unknown_fields_are_named(router: RunningRouter, client: AsyncAnth
         metadata={"user_id": "me"},
         extra_body={"wings": 2},
     )
-    assert raw.headers["warning"] == '299 tandem "unknown fields are ignored: wings"'
+    assert raw.headers["warning"] == '299 tandem "unknown fields of the request are ignored: wings"'
 
 
 async def test_openapi_has_the_bodies(router: RunningRouter) -> None:

@@ -347,7 +347,7 @@ NO_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueIt
         ("include", ["file_search_call.results"], "include"),
         ("text", NO_SCHEMA, "text cannot"),
         ("text", {"verbosity": "high"}, "verbosity"),
-        ("reasoning", {"effort": "high"}, "reasoning 'high' is not supported"),
+        ("reasoning", {"effort": "high"}, "does not take reasoning 'high'"),
         ("max_output_tokens", 0, "max_output_tokens must be"),
         ("max_output_tokens", 5000, "max_output_tokens must be at most"),
         ("temperature", 3.0, "temperature must be"),
@@ -444,7 +444,7 @@ async def test_small_rules(router: RunningRouter) -> None:
     raw = await router.openai.responses.with_raw_response.create(
         model="tiny", input="x", user="me", extra_body={"wings": 2}
     )
-    assert raw.headers["warning"] == '299 tandem "unknown fields are ignored: wings"'
+    assert raw.headers["warning"] == '299 tandem "unknown fields of the request are ignored: wings"'
     for method, path, status in (
         ("GET", "/v1/responses", 405),
         ("PUT", "/v1/responses/resp_1", 405),

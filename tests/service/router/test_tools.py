@@ -163,7 +163,7 @@ def forced(name: str) -> dict[str, Any]:
         ("tools", [{"type": "function", "function": {"parameters": {}}}], "must have a name"),
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}], "schema"),
         ("parallel_tool_calls", "no", "true or false"),
-        ("reasoning_effort", "high", "does not take it"),
+        ("reasoning_effort", "high", "does not take reasoning_effort"),
         ("reasoning_effort", "much", "one of none, minimal"),
         ("chat_template_kwargs", {"wings": 2}, "allowed: enable_thinking"),
         ("chat_template_kwargs", {"tools": []}, "allowed: enable_thinking"),

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tests.grouped_toy import STATE, GroupedToyRunner
 from tests.harness.scripted_producer import (
+    COMPATIBILITY,
     PREFIX_BLOCKS,
     PrefixConsumer,
     accepted,
@@ -169,6 +172,18 @@ async def test_a_holder_that_refuses_gives_way_to_the_next() -> None:
         assert await consumer.fill() == PREFIX_BLOCKS
 
 
+async def test_a_holder_that_has_nothing_new_gives_way_to_the_next() -> None:
+    async def nothing(commands: Commands, context: Any) -> Events:
+        hold = (await anext(aiter(commands))).hold
+        yield accepted()
+        yield held(0)
+        await anext(aiter(commands))
+        yield released(hold.lease_id)
+
+    async with prefix_consumer_of(nothing, whole) as consumer:
+        assert await consumer.fill() == PREFIX_BLOCKS
+
+
 async def test_no_second_read_goes_where_a_first_may_land() -> None:
     async def breaks(commands: Commands, context: Any) -> Events:
         await anext(aiter(commands))
@@ -199,3 +214,23 @@ async def test_what_is_computed_sooner_is_not_pulled() -> None:
         plan = consumer.plan(num_blocks=PREFIX_BLOCKS)
         assert plan is not None
         assert plan.spec.prefix_blocks == PREFIX_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_tokens", "depth"),
+    # States are frozen after multiples of 64 tokens, which are 4 blocks; the last token of a prompt
+    # is computed.
+    [(3, 200, 0), (4, 200, 4), (7, 200, 4), (12, 200, 12), (12, 193, 12), (12, 192, 8)],
+)
+async def test_with_states_a_prefix_ends_where_a_holder_can_have_a_state(
+    num_blocks: int, num_tokens: int, depth: int
+) -> None:
+    """A router names all blocks of a worker that drains."""
+    layout = GroupedToyRunner((None, STATE), block_size=16).layout()
+    states = msgspec.structs.replace(COMPATIBILITY, layout=layout.describe())
+    async with prefix_consumer_of(whole, compatibility=states) as consumer:
+        plan = consumer.plan(num_blocks=num_blocks, prompt=list(range(num_tokens)))
+        assert (0 if plan is None else plan.spec.prefix_blocks) == depth
+        holder = pb.PrefixHolder(worker_id="w", address="here", num_blocks=num_blocks)
+        found = consumer.puller.resumable([holder], num_tokens)
+        assert [(each.address, each.num_blocks) for each in found] == [("here", depth)][: depth > 0]

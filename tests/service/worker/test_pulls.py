@@ -275,7 +275,7 @@ async def test_a_block_that_changed_after_its_checksum_is_caught() -> None:
         run.checksums.extend(await checksums(pair.producer.pool, "lease", 0, ALL, 1))
         await pair.pull(run=run)
         pair.producer.memory[40 * BLOCK + 1234] ^= 1
-        with pytest.raises(LeaseLost, match="block 40 differs from the peer's"):
+        with pytest.raises(LeaseLost, match="block 40 of this worker has the checksum"):
             await pair.pull(run=run)
         assert pair.num_mismatches == 1
 

@@ -115,7 +115,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: EngineConfig(
             model="m", expert_parallel=True, tensor_parallel=2, numerics="invariant"
         ),
-        "but numerics is invariant",
+        "cannot be used with numerics invariant",
     ),
     (
         lambda: RouterConfig(

@@ -75,6 +75,6 @@ def test_the_folder_of_a_tier_may_begin_with_the_home_folder() -> None:
     assert not EngineOptions().tier_folders
     assert EngineOptions(kv_disk_path="~/kv").tier_folders == {"kv_disk_path": Path.home() / "kv"}
     with pytest.raises(
-        ConfigError, match="kv-disk-path is ~nobody-has-this-name/kv; the home folder"
+        ConfigError, match="kv-disk-path is ~nobody-has-this-name/kv; the path must not begin"
     ):
         EngineOptions(kv_disk_path="~nobody-has-this-name/kv")

@@ -10,8 +10,8 @@ import pytest
 from tandem.common.config.engine import EngineConfig
 from tandem.common.dtypes import DTYPE_BYTES, KV_BITS, is_quantized
 from tandem.engine.cache.layout.block_layout import BlockLayout, num_blocks_of
+from tandem.engine.memory import worker_need
 from tandem.models.folder import ModelFolder
-from tandem.models.memory import worker_need
 from tandem.models.source import BUILT_IN, resolve
 from tests.harness.chart import EXAMPLES, values_of
 from tests.harness.documents import ROOT

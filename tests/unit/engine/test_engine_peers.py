@@ -314,7 +314,7 @@ class TestPrefix:
             engine.commit("prefix", 1)
         with pytest.raises(InternalError, match="waits for the KV of a prefix"):
             engine.start_local_prefill("prefix")
-        with pytest.raises(InternalError, match="waits for the KV of its whole prompt"):
+        with pytest.raises(InternalError, match="waits for the KV of the whole prompt"):
             engine.continue_prefill("all", 3)
         engine.continue_prefill("prefix", 0)
         with pytest.raises(InternalError, match="is running; it must be"):

@@ -181,7 +181,7 @@ def test_what_cannot_be_served_is_refused() -> None:
     windows, _ = make_grouped_engine((8,), num_blocks=8)
     with pytest.raises(BadRequest, match="all layers of the model already have a sliding window"):
         windows.add(make_spec("a", [1], kv_budget=BUDGET))
-    with pytest.raises(BadRequest, match="kv_budget is not supported here: the toy"):
+    with pytest.raises(BadRequest, match="kv_budget is not supported: the toy"):
         make_engine()[0].add(make_spec("a", [1], kv_budget=BUDGET))
 
 

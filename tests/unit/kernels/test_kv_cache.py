@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tandem.common.dtypes import RotatedKey
+from tandem.common.dtypes import IndexKeys, RotatedKey
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem_kernels import kv_fp8, kv_int4, kv_int8
 from tandem_kernels.kv_cache import KvPool
@@ -42,6 +42,35 @@ def test_gather_brings_blocks_together_in_the_order_of_their_tables() -> None:
             for which in range(2):
                 expected = torch.cat([kv[block, :, layer, which] for block in table], dim=1)
                 assert torch.equal(gathered[which, sequence], expected)
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_index_keys_are_beside_the_kv_of_their_block(has_values: bool) -> None:
+    """No KV of a head changes, and no key of another indexer or token."""
+    index = IndexKeys(2, 5)
+    layout = BlockLayout(
+        *(NUM_BLOCKS, 1, LAYERS, BLOCK_SIZE, HEAD_DIM, "float32"), has_values, index=index
+    )
+    pool = empty_pool(layout)
+    block_ids, offsets = torch.tensor([3, 0, 3]), torch.tensor([1, 3, 2])
+    rows = pool.token_rows(block_ids, offsets)
+    pool.kv.copy_(torch.randn_like(pool.kv))
+    kv = pool.kv.clone()
+    keys = torch.randn(3, index.dim)
+    pool.write_index(1, rows, keys)
+    assert torch.equal(pool.kv, kv)
+    tables = torch.tensor([[3, 1], [4, 0]])
+    expected = torch.zeros(2, 2 * BLOCK_SIZE, index.dim)
+    expected[0, 1], expected[0, 2], expected[1, BLOCK_SIZE + 3] = keys[0], keys[2], keys[1]
+    assert torch.equal(pool.gather_index(1, tables), expected)
+    assert not pool.gather_index(0, tables).any()
+    heads = torch.randn(3, 1, HEAD_DIM)
+    pool.write(1, rows, heads, heads)
+    assert torch.equal(pool.gather_index(1, tables), expected)
+    assert torch.equal(pool.kv[3, :, 1, 0, 1], heads[0])
+    assert torch.equal(
+        pool.gather(1, pool.block_rows(tables), 2)[1, 1, 0, BLOCK_SIZE + 3], heads[1, 0]
+    )
 
 
 def test_a_pool_without_values_brings_its_rows_as_both() -> None:

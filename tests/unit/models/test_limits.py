@@ -60,9 +60,7 @@ def test_what_transformers_does_not_support_is_named(
 
 def test_int4_kv_is_refused_with_states() -> None:
     model = resolve("smollm2").config
-    linear = GatedDelta(
-        num_key_heads=2, num_value_heads=2, key_dim=16, value_dim=16, kernel=4, is_joined=False
-    )
+    linear = GatedDelta(num_key_heads=2, num_value_heads=2, key_dim=16, value_dim=16, kernel=4)
     with_states = replace(model, layers=(replace(model.layers[0], linear=linear), model.layers[1]))
     assert "int4 is not supported for a model with linear" in why_not_kv_dtype(with_states, "int4")
     assert not why_not_kv_dtype(with_states, "int8")

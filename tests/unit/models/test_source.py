@@ -104,8 +104,8 @@ def test_an_end_id_without_a_token_is_logged(folder, caplog):
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [2, 32]}))
     assert resolve(str(folder)).config.eos_token_ids == (2, 32)
     assert (
-        f"{folder}: eos_token_id 32 is not a token of the model, whose vocab_size is 32, so it "
-        "never ends an answer" in caplog.messages
+        f"{folder}: eos_token_id 32 never ends an answer, because the model has no such token: "
+        "its vocab_size is 32" in caplog.messages
     )
 
 

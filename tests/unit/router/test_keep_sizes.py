@@ -83,7 +83,7 @@ def test_outside_a_pod_it_ends_with_a_reason(
     monkeypatch.setattr("tandem.net.observability.logs.configure_logging", lambda _: None)
     monkeypatch.setattr(keep_sizes.sys, "argv", ["keep_sizes", "statefulsets/a=1"])
     assert main() == 1
-    assert "the upgrade fails, too, if no attempt succeeds" in caplog.text
+    assert "The upgrade fails if all attempts fail" in caplog.text
 
 
 def test_an_api_server_that_is_away_stops_the_upgrade(

@@ -13,7 +13,8 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.transfer.reads import block_reader as consumer
 from tandem.transfer.reads import piece_size
 from tandem.transfer.reads.block_reader import BlockReader
-from tandem.transfer.reads.messages import LocalPool, PeerRank, Pull, RemotePool
+from tandem.transfer.reads.messages import LocalPool, PeerRank, Pull, PullResult, RemotePool
+from tests.grouped_toy import STATE, GroupedToyRunner
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
 
 LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
@@ -27,16 +28,18 @@ class Bench:
     finish_copies: Callable[[], None] = lambda: None
     first_piece_bytes: int = piece_size.FIRST_BYTES
     now: float = 100.0
+    layout: KvLayout = LAYOUT
 
     def __post_init__(self) -> None:
         self.agents: list[SimulatedAgent] = []
-        self.blocks = np.zeros(LAYOUT.pool_bytes, np.uint8)
-        self.theirs = np.ones(LAYOUT.pool_bytes, np.uint8)
-        self.scratch = np.zeros(LAYOUT.pool_bytes, np.uint8)
-        self.remote = RemotePool(self.theirs.ctypes.data, 8, LAYOUT.block_bytes, 0, self.memory)
+        self.blocks = np.zeros(self.layout.pool_bytes, np.uint8)
+        self.theirs = np.ones(self.layout.pool_bytes, np.uint8)
+        self.scratch = np.zeros(self.layout.pool_bytes, np.uint8)
+        theirs = LocalPool(self.theirs.ctypes.data, self.theirs.nbytes, 0, self.memory, self.layout)
+        self.remote = theirs.remote()
         address, num_bytes = self.blocks.ctypes.data, self.blocks.nbytes
         scratch = self.scratch.ctypes.data if self.memory == "VRAM" else None
-        pool = LocalPool(address, num_bytes, 0, self.memory, LAYOUT, scratch)
+        pool = LocalPool(address, num_bytes, 0, self.memory, self.layout, scratch)
         self.consumer = BlockReader(
             pool,
             self._new_agent,
@@ -156,6 +159,26 @@ def test_a_pull_is_read_in_pieces_of_the_given_size(
     for _ in range(2):
         assert bench.consumer.poll() == []
     assert len(bench.agents[0].reads) == num_pieces
+
+
+def test_pieces_have_the_given_size_if_blocks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States follow the blocks of a prompt, and are larger: 64 bytes, and blocks have 8."""
+    monkeypatch.setattr(piece_size, "_BYTES_MIN", 128)
+    layout = GroupedToyRunner((None, STATE), block_size=1).layout(20, 4)
+    bench = Bench(first_piece_bytes=128, layout=layout)
+    bench.connect("a", "a-1")
+    blocks = [*range(16), *range(20, 28)]
+    bench.consumer.submit(Pull("pull", "a", blocks, blocks, 5.0))
+    read: list[int] = []
+    results: list[PullResult] = []
+    while not results:
+        results += bench.consumer.poll()
+        for one in bench.agents[0].reads.values():
+            if one.waiting:
+                read.append(sum(copy.num_bytes for copy in one.waiting))
+                bench.land([one])
+    assert read == [128] * 5
+    assert results[0].num_bytes == int(bench.blocks.sum()) == sum(read)
 
 
 def test_blocks_are_unfenced_when_the_gpu_has_run_what_a_destroyed_agent_had_queued() -> None:

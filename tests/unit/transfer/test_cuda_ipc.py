@@ -255,7 +255,7 @@ def test_memory_that_cannot_be_unmapped_is_logged(caplog: pytest.LogCaptureFixtu
     consumer.device.failing = {"close"}
     consumer.reader.disconnect("peer")
     (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
-    assert "GPU memory of a peer stays in use" in record.getMessage()
+    assert "mapping of a peer's GPU memory" in record.getMessage()
 
 
 # CUDA's driver and the kernel

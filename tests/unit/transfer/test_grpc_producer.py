@@ -77,6 +77,14 @@ def test_runs_of_blocks_of_several_sizes_have_at_most_the_bytes() -> None:
     assert list(spans.split([], 10)) == []
 
 
+def test_blocks_of_several_sizes_are_divided_by_their_bytes() -> None:
+    spans = BlockSpans(((10, 100), (4, 1000)))
+    assert spans.shares([0, 1, 2, 3, 4], 2) == [range(2), range(2, 5)]
+    assert spans.shares([0, 1, 2, 3, 10, 11, 12], 3) == [range(5 - 1), range(4, 5), range(5, 7)]
+    assert spans.shares([10, 0, 1], 2) == [range(3)]
+    assert spans.shares([0, 1], 5) == [range(1), range(1, 2)]
+
+
 async def test_a_probe_reads_the_pools_device_in_the_messages_of_pulls() -> None:
     pool = Pool(PoolThroughEngine.message_bytes, 2 << 20)
     owner: Any = SimpleNamespace(pool=pool)

@@ -140,8 +140,8 @@ class PageFeed:
         """Raises QueueFull if VIEWERS_MAX pages are open."""
         if len(self._viewers) >= VIEWERS_MAX:
             raise QueueFull(
-                f"the live page of this router is already open {VIEWERS_MAX} times, which is "
-                "the maximum; close one of these pages",
+                f"the router's live page is already open {VIEWERS_MAX} times, the maximum; close "
+                "one of the open pages",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
@@ -172,7 +172,9 @@ class PageFeed:
                 try:
                     await self.look(time.time())
                 except Exception:
-                    log.exception("the live page cannot be updated; requests are still served")
+                    log.exception(
+                        "the router's live page cannot be updated; the router still serves requests"
+                    )
                     await asyncio.sleep(_AFTER_BUG_S)
                 await asyncio.sleep(INTERVAL_S)
                 if not self._viewers:
@@ -274,7 +276,9 @@ class PageFeed:
                     async with asyncio.timeout(_EVENTS_DEADLINE_S):
                         self._events = await self._view.events.read(EVENTS_MAX, self._trail)
             except Exception:  # for example, a router of another version wrote an unknown entry
-                log.exception("the live page cannot read new events and shows only older ones")
+                log.exception(
+                    "the router's live page cannot read new events; older events stay visible"
+                )
                 await asyncio.sleep(_AFTER_BUG_S)
             await asyncio.sleep(_EVENTS_EVERY_S)
 
@@ -298,7 +302,7 @@ class LiveStream(Response):
             try:
                 await until_disconnect(receive, self._send_all(viewer, send))
             except (ClientDisconnect, OSError):
-                log.debug("a viewer closed the live page")
+                log.debug("a viewer closed the router's live page")
 
     async def _send_all(self, viewer: Viewer, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -116,8 +116,7 @@ def _as_blocks(content: object) -> object:
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind not in known:
             raise _wrong(
-                "block {index} is of the type {kind}, which is not supported; this model takes "
-                "text only",
+                "block {index} has the type {kind}; this model takes text only",
                 index=index,
                 kind=repr(kind[:40]),
             )
@@ -173,8 +172,8 @@ class InputMessage(_Part):
         for index, block in enumerate(self.content):
             if block.type not in _KINDS[self.role]:
                 raise _wrong(
-                    "block {index} is of the type {kind}, which a message of the role {role} does "
-                    "not have",
+                    "block {index} has the type {kind}, which is not allowed in a message of the "
+                    "role {role}",
                     index=index,
                     kind=repr(block.type),
                     role=self.role,
@@ -231,7 +230,7 @@ def _check_tool(tool: object) -> object:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "custom":
         raise _wrong(
-            "its type is {kind}; only tools that the client runs itself are supported",
+            "the tool has the type {kind}; only tools that the client runs are supported",
             kind=repr(kind[:40]),
         )
     return tool
@@ -295,7 +294,7 @@ def _check_edit(edit: object) -> object:
     kind = edit.get("type") if isinstance(edit, dict) else None
     if isinstance(kind, str) and kind != "clear_thinking_20251015":
         raise _wrong(
-            "its type is {kind}; edits that change the conversation are not supported",
+            "the edit has the type {kind}; edits that change the conversation are not supported",
             kind=repr(kind[:40]),
         )
     return edit
@@ -331,9 +330,9 @@ class Thread(_Part):
         none. Clients then send the whole conversation again."""
         if self.type == "continue":
             raise ThreadNotFound(
-                f"this server keeps no conversations, so it cannot continue after the message "
-                f"{shorten(self.previous_message_id)}; send all messages of the conversation, and "
-                'leave thread out or set its type to "create"',
+                "this server keeps no conversations, so no thread can continue after the message "
+                f"{shorten(self.previous_message_id)}. Send all messages of the conversation "
+                'without the field thread, or with a thread of the type "create"',
                 param="thread",
             )
 

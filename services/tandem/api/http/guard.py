@@ -126,8 +126,8 @@ class RequestGuard(ABC):
             name = _host_name(host)
             if name not in self._names and not is_loopback(name):
                 raise ForeignPage(
-                    f"the header Host is {host[:_TEXT_MAX]!r}, which is not a name of this "
-                    "router; use localhost, 127.0.0.1 or a name in --allowed-hosts"
+                    "the header Host must be localhost, 127.0.0.1 or a name in --allowed-hosts, "
+                    f"not {host[:_TEXT_MAX]!r}"
                 )
 
 
@@ -159,8 +159,8 @@ class PublicGuard(RequestGuard):
         port."""
         if (needed := public_need(path)) is None:
             raise NotPublic(
-                f"{path[:_TEXT_MAX]} is served on the router's admin port only, which is "
-                f"{self._admin} (--admin-host, --admin-port)"
+                f"{path[:_TEXT_MAX]} is served only on the router's admin port: {self._admin} "
+                "(--admin-host, --admin-port)"
             )
         return needed
 
@@ -236,8 +236,8 @@ def _check_origin(headers: Headers) -> None:
     for origin in headers.getlist("origin"):
         if own is None or _address(origin) != own:
             raise ForeignPage(
-                f"the header Origin is {origin[:_TEXT_MAX]!r}, which is not the address of this "
-                "router: web pages of other origins may not make changes"
+                f"the header Origin is {origin[:_TEXT_MAX]!r}; only web pages with the address of "
+                "this router may send this request"
             )
 
 

@@ -103,7 +103,7 @@ class EventStream(Response):
         try:
             await until_disconnect(receive, self._send_all(send))
         except (ClientDisconnect, OSError):
-            log.debug("the client of the reply %s disconnected", self._replies.reply_id)
+            log.debug("the client disconnected before the end of reply %s", self._replies.reply_id)
         finally:
             await self._rest.aclose()
 

@@ -103,7 +103,7 @@ def check_dimensions(dimensions: int | None, generator: Generator) -> None:
     hidden_size = generator.model.folder.config.hidden_size
     if dimensions != hidden_size:
         raise BadRequest(
-            f"dimensions must be {hidden_size}, the size of the model's embeddings; it is "
+            f"dimensions must be {hidden_size}, the size of the model's embeddings, not "
             f"{dimensions}",
             param="dimensions",
         )

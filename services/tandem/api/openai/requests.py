@@ -90,7 +90,9 @@ class ChatTextPart(BaseModel):
 
 def _refuse_content(value: object) -> None:
     if value:
-        raise PydanticCustomError("unsupported", "it is not supported; leave it out or send null")
+        raise PydanticCustomError(
+            "unsupported", "the field is not supported; leave the field out or send null"
+        )
 
 
 # Type of a message's field that Tandem does not support, such as `audio`. A null or empty value is
@@ -105,7 +107,7 @@ def _refuse_other_parts(content: object) -> object:
         if isinstance(kind, str) and kind != "text":
             raise PydanticCustomError(
                 "unsupported",
-                "part {index} is of the type {kind}; this model takes text only",
+                "part {index} has the type {kind}; this model takes text only",
                 {"index": index, "kind": repr(kind[:40])},
             )
     return content
@@ -135,7 +137,7 @@ class ChatMessage(BaseModel):
         or reasoning needs no content."""
         says_more = self.tool_calls or self.thought
         if self.content is None and not (self.role == "assistant" and says_more):
-            raise PydanticCustomError("missing", "it must have a content")
+            raise PydanticCustomError("missing", "the message must have content")
         return self
 
     @property

@@ -18,16 +18,16 @@ def _check_tool(tool: object) -> object:
     """Validates the fields of a tool that Tandem uses. The tool itself does not change, because the
     chat template gets it as the client sent it."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise _wrong('its type must be "function"')
+        raise _wrong('the type of a tool must be "function"')
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise _wrong("its function must be an object")
+        raise _wrong("the function of a tool must be an object")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise _wrong("its function must have a name")
+        raise _wrong("the function of a tool must have a name")
     if not isinstance(function.get("description"), str | None):
-        raise _wrong("its function's description must be a string")
+        raise _wrong("the description of a function must be a string")
     if not isinstance(function.get("parameters"), dict | None):
-        raise _wrong("its function's parameters must be an object with a JSON schema")
+        raise _wrong("the parameters of a function must be an object with a JSON schema")
     return tool
 
 
@@ -49,8 +49,8 @@ def _read_choice(sent: object) -> ToolChoice:
         case {"type": "function", "function": {"name": str(name)}} if name:
             return ToolChoice("required", name)
     raise _wrong(
-        'it must be "auto", "none", "required", or an object with the type "function" and the name '
-        "of a function"
+        'tool_choice must be "auto", "none", "required", or an object with the type "function" and '
+        "the name of a function"
     )
 
 

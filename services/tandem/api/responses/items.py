@@ -34,7 +34,7 @@ def _as_texts(content: object) -> object:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in _TEXTS:
             raise _wrong(
-                "part {index} is of the type {kind}; this model takes text only",
+                "part {index} has the type {kind}; this model takes text only",
                 index=index,
                 kind=repr(kind[:40]),
             )
@@ -101,7 +101,7 @@ def _as_items(sent: object) -> object:
         kind = item.get("type") or ("message" if "role" in item else None)
         if isinstance(kind, str) and kind not in _KINDS:
             raise _wrong(
-                "item {index} is of the type {kind}, which is not supported",
+                "item {index} has the type {kind}, which is not supported",
                 index=index,
                 kind=repr(kind[:40]),
             )

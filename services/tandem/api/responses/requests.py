@@ -71,7 +71,7 @@ _ALLOWED = {
 def _check_tool(tool: object) -> object:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "function":
-        message = "its type is {kind}; only functions are supported"
+        message = "the tool has the type {kind}; only functions are supported"
         raise PydanticCustomError("unsupported", message, {"kind": repr(kind[:40])})
     return tool
 

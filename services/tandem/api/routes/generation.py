@@ -66,7 +66,9 @@ class GenerationRoutes:
         own = kind if isinstance(kind, type) else kind(body)
         headers: dict[str, str] = {}
         if not self.config.strict_fields:
-            warn(headers, "unknown fields are ignored", drop_unknown_fields(own, body))
+            warn(
+                headers, "unknown fields of the request are ignored", drop_unknown_fields(own, body)
+            )
         return body, headers
 
     def tenant(self, request: Request) -> str:

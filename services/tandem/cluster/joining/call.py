@@ -31,8 +31,8 @@ def request_join(
         if found != ca_sha256.replace(":", "").lower():
             raise ConfigError(
                 f"the certificate authority at {where} has the SHA-256 fingerprint {found}, not "
-                "the one in --ca-sha256: it belongs to another cluster, or someone intercepts the "
-                "connection. This machine did not send its join token"
+                f"the fingerprint in --ca-sha256. Either {where} belongs to another cluster, or "
+                "someone intercepts the connection. This machine did not send the join token"
             )
         context = ssl.create_default_context(cadata=ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -59,8 +59,8 @@ def _fetch_ca(host: str, port: int) -> bytes:
     certificates = x509.load_pem_x509_certificates(text)
     if len(certificates) != 1:
         raise ValueError(
-            f"it presents {len(certificates)} certificate authorities; it must present one. This "
-            "machine did not send its join token"
+            f"the join server sent {len(certificates)} CA certificates; exactly one is allowed. "
+            "This machine did not send the join token"
         )
     return certificates[0].public_bytes(Encoding.DER)
 

@@ -87,7 +87,9 @@ class Authority:
         made._key = loaded
         made._certificate = x509.load_pem_x509_certificate(certificate)
         if made._certificate.public_key() != loaded.public_key():
-            raise ValueError("the authority's certificate does not match its key")
+            raise ValueError(
+                "the certificate authority's certificate and private key do not belong together"
+            )
         made._name = made._certificate.subject
         made._key_id = x509.SubjectKeyIdentifier.from_public_key(loaded.public_key())
         # Tools compute the key identifier in different ways. So the identifier in the certificate

@@ -78,7 +78,8 @@ def run(options: ControllerOptions) -> int:
         while _renew(lease, number, address):
             time.sleep(RENEW_INTERVAL_S)
         raise ConfigError(
-            "another `tandem controller` has taken over the pools of this cluster, so this one ends"
+            "this controller ends, because another `tandem controller` has taken over the pools of "
+            "this cluster"
         )
     return 0
 
@@ -147,8 +148,8 @@ def _renew(lease: HeadLease, number: int, address: str) -> bool:
         return lease.renew(number, address)
     except UNREACHABLE as error:
         log.warning(
-            "Redis does not answer (%s), so this controller cannot renew its lease on the pools of "
-            "the cluster; if another controller takes them over, this one ends",
+            "Redis does not answer (%s), so this controller cannot renew its lease on the "
+            "cluster's pools. This controller ends if another controller takes over the pools",
             error,
         )
         return True

@@ -110,8 +110,8 @@ def join(options: JoinOptions) -> int:
         except Interrupted:
             if joined.is_joined and options.parent_pid is None:
                 joined.say(
-                    "leaving: the routers and workers of this host move to other hosts; press "
-                    "Ctrl-C again to end them at once"
+                    "this host leaves the cluster: its routers and workers move to other hosts. "
+                    "Press Ctrl-C again to end the routers and workers at once"
                 )
                 with suppress(Interrupted), stop_signals():
                     joined.leave()

@@ -62,9 +62,9 @@ from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, 
 from tandem.common.config.tls import Kind
 from tandem.common.printable import printable
 from tandem.common.process.progress import ProgressRow, Waiting
+from tandem.engine.memory import read_memory, why_too_much, worker_need
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
-from tandem.models.memory import read_memory, why_too_much, worker_need
 from tandem.net.security.keys import KeyRecord
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.control_state import Head
@@ -273,7 +273,7 @@ class _Launch:
                 case name:
                     self._screen.say(
                         f"[yellow]Ray's {name} ended, and Ray is being restarted. Requests are "
-                        "still served; workers are restarted or added only once Ray is up"
+                        "still served, but no worker is started until Ray is up"
                     )
                     self._publish_head(why=f"{name} ended")
                     ends.forget(*self._ray_pids)
@@ -289,7 +289,7 @@ class _Launch:
         delay_s = self._backoffs.setdefault(member_id, process.restart_backoff()).next_s()
         line = process.last_warning(process.log_path(self._run.folder, member_id))
         why = f" after it had logged: {escape(printable(line))}" if line else ""
-        self._screen.say(f"[yellow]{member_id} ended{why}; it is started again in {delay_s:.2g} s")
+        self._screen.say(f"[yellow]{member_id} ended{why}; the next start is in {delay_s:.2g} s")
         self._restarts[member_id] = time.monotonic() + delay_s
 
     def _restart_due(self, ends: EndWatch) -> None:
@@ -415,8 +415,8 @@ class _Launch:
 
     def _restart_redis(self, redis: EmbeddedRedis) -> None:
         self._screen.say(
-            "[yellow]Redis ended and is being started again at the same address; until it answers, "
-            "the routers serve requests with the workers that they already know"
+            "[yellow]Redis ended and is being started again at the same address. Until Redis "
+            "answers, the routers serve requests with the known workers"
         )
         while True:
             try:
@@ -467,8 +467,8 @@ def _check_port(host: str, option: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
-                    f"{host} is not an address of this machine, so port {port} ({option}) "
-                    "cannot be opened on it; choose another address"
+                    f"port {port} ({option}) cannot be opened: {host} is not an address of this "
+                    "machine. Choose an address of this machine"
                 ) from error
             owner = _listener(port)
             why = f"is used by {owner}" if owner else f"cannot be used ({error.strerror})"

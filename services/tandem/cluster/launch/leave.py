@@ -63,8 +63,8 @@ class Leaving:
             until = give_up_at - DRAIN_S
             if lacking := self._wait_for_others(redis, records, until, tick, show):
                 say(
-                    "[yellow]this host leaves now, although other hosts do not yet run enough "
-                    f"processes of these pools: {', '.join(lacking)}"
+                    "[yellow]this host leaves now; on the other hosts, these pools do not have "
+                    f"enough processes yet: {', '.join(lacking)}"
                 )
             say("draining the routers and workers of this host")
             write_leaving(redis, self._cluster_id, self._host_id, "drains")

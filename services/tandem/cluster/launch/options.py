@@ -39,9 +39,9 @@ from tandem.common.options import (
     Text,
     to_argv,
 )
+from tandem.engine.memory import worker_need
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
-from tandem.models.memory import worker_need
 from tandem.net.security.access import is_loopback
 
 NUM_CLUSTER_PORTS = 220
@@ -84,8 +84,8 @@ class LaunchOptions(Options):
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
     """Number of routers. With --listen, each router needs a host of its own."""
     workers_per_gpu: PositiveOrNone = None
-    """Largest number of workers on one GPU. 0 with --device cuda: one, or two if this machine has
-    only one GPU and --listen is not set. 0 with another --device: no limit."""
+    """Largest number of workers on one GPU. 0 with --device cuda: two if this machine has only one
+    GPU and --listen is not set, else one. 0 with another --device: no limit."""
     host: str = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
@@ -105,7 +105,7 @@ class LaunchOptions(Options):
     """With --listen: the first of 220 ports for joining machines, Ray and Redis."""
     join_token_file: Text = ""
     """With --listen: file with the token that other machines need to join. Default: `tandem up`
-    makes a new token and prints a `tandem join` command that names its file."""
+    writes a new token to a file, and prints a `tandem join` command with the path of the file."""
     labels: Labels = ()
     """Labels of this machine, such as gpu=H100. --prefill 2:gpu=H100 starts prefill workers only on
     machines with this label."""
@@ -137,8 +137,8 @@ class LaunchOptions(Options):
         sizes = (self.num_routers, self.num_prefill, self.num_decode)
         if not self.listen and any(labels_of(size) for size in sizes):
             raise ConfigError(
-                "a label in --prefill, --decode or --routers chooses among machines, but without "
-                "--listen this machine is the only one; set --listen, or remove the label"
+                "a label in --prefill, --decode or --routers needs --listen, because without "
+                "--listen no other machine can join; set --listen, or remove the label"
             )
         if self.listen and self.no_cluster_tls:
             raise ConfigError(
@@ -153,7 +153,7 @@ class LaunchOptions(Options):
         outer = [host for host in (self.host, self.admin.host) if not is_loopback(host)]
         if outer and not (has_keys or self.admission.allow_anonymous):
             raise ConfigError(
-                f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
+                f"the cluster has no API keys, so anyone could use the cluster at {outer[0]}; "
                 "set --api-key-file or TANDEM_API_KEY, or give --allow-anonymous"
             )
         # Building the autoscaler's settings raises ConfigError if they are invalid.
@@ -241,11 +241,11 @@ def check_listen(address: str, option: str = "--listen") -> None:
     try:
         if ipaddress.ip_address(address).is_unspecified:
             raise ConfigError(
-                f"{option} is {address}; it must be a single address at which other machines "
-                "reach this one"
+                f"{option} is {address}; give a single IP address of this machine that other "
+                "machines can reach"
             )
     except ValueError:
-        raise ConfigError(f"{option} is {address[:80]!r}; it must be an IP address") from None
+        raise ConfigError(f"{option} must be an IP address, not {address[:80]!r}") from None
 
 
 def check_gpus(options: LaunchOptions, num_gpus: int, driver: Driver | None, cards: Cards) -> None:
@@ -256,9 +256,9 @@ def check_gpus(options: LaunchOptions, num_gpus: int, driver: Driver | None, car
     if options.engine.device == "cuda":
         if not num_gpus:
             raise ConfigError(
-                "--device cuda needs an NVIDIA GPU, and this machine shows none: use --device cpu, "
-                "or check the driver, the container's GPUs and CUDA_VISIBLE_DEVICES (`tandem "
-                "doctor`)"
+                "--device cuda needs an NVIDIA GPU, but no GPU was found on this machine. Use "
+                "--device cpu, or check the driver, the container's GPUs and CUDA_VISIBLE_DEVICES "
+                "(`tandem doctor`)"
             )
         if unusable := why_unusable(driver):
             here = f", and this machine has {driver}" if driver else ""
@@ -280,15 +280,15 @@ def check_gpus(options: LaunchOptions, num_gpus: int, driver: Driver | None, car
     has = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
     if options.engine.device == "cuda" and not places:
         raise ConfigError(
-            f"--tensor-parallel {needed} needs {needed} GPUs for each worker, and this machine has "
+            f"--tensor-parallel {needed} needs {needed} GPUs for each worker, but this machine has "
             f"{has}; lower --tensor-parallel, or use --device cpu"
         )
     if limit is not None and places and num_workers > places * limit:
         each = "" if needed == 1 else f" with {needed} GPUs each"
         raise ConfigError(
-            f"{num_workers} workers{each} do not fit on {has}, because a GPU may have at most "
-            f"{limit} of them; lower --prefill or --decode, or set --workers-per-gpu to "
-            f"{-(-num_workers // places)}, so that workers share a GPU's memory"
+            f"{num_workers} workers{each} do not fit on {has} (at most {limit} on one GPU). Lower "
+            "--prefill or --decode, or let workers share a GPU's memory with --workers-per-gpu "
+            f"{-(-num_workers // places)}"
         )
 
 
@@ -314,15 +314,15 @@ def check_gpu_memory(options: LaunchOptions, model: ModelFolder | None, cards: C
         if need.weights_bytes < may_use:
             return
         raise ConfigError(
-            f"{workers} may use {may_use:,} of a GPU's {total:,} bytes "
-            f"(--gpu-memory-utilization {options.engine.gpu_memory_utilization:g}), which is too "
-            f"little for {weights}; {smaller}"
+            f"{weights} do not fit: {workers} may use {may_use:,} of a GPU's {total:,} bytes "
+            f"(--gpu-memory-utilization {options.engine.gpu_memory_utilization:g}); {smaller}"
         )
     if num_shared * (need.weights_bytes + need.pool_bytes) < total:
         return
     raise ConfigError(
-        f"{need.option}: {workers} needs {need.pool_bytes:,} bytes for the KV pool and {weights}, "
-        f"which is too much for a GPU of {total:,} bytes; lower {need.option.split()[0]}, {smaller}"
+        f"{need.option} does not fit on a GPU of {total:,} bytes: {workers} needs "
+        f"{need.pool_bytes:,} bytes for the KV pool and {weights}; lower "
+        f"{need.option.split()[0]}, {smaller}"
     )
 
 

@@ -68,8 +68,8 @@ class Readiness:
                     moved_at = time.monotonic()
                 if time.monotonic() - moved_at > _DEADLINE_S:
                     raise ConfigError(
-                        f"the start made no progress for {_DEADLINE_S:g} s; not ready yet: "
-                        f"{self._awaited()}. Their logs are in {self._log_folder()}"
+                        f"the start made no progress for {_DEADLINE_S:g} s while it waited for "
+                        f"{self._awaited()}; see the logs in {self._log_folder()}"
                     )
                 time.sleep(_INTERVAL_S)
             workers = [m.member_id for m in self.members if m.pool not in ROUTER_POOLS]

@@ -65,8 +65,9 @@ class RunLogs:
             self.folder.symlink_to(kept)
         except OSError as error:
             log.warning(
-                "the logs of this run are deleted when it ends, because the folder %s cannot be "
-                "written (%s); name another folder in the variable XDG_STATE_HOME",
+                "the folder %s cannot be written (%s), so the logs of this run are deleted at the "
+                "end of the run. To keep logs, set the environment variable XDG_STATE_HOME to "
+                "another folder",
                 kept.parent,
                 error.strerror,
             )

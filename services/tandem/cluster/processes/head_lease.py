@@ -116,7 +116,8 @@ def publish_head(redis_url: str, cluster_id: str, head: Head) -> None:
         redis.close()
     except UNREACHABLE as error:
         log.warning(
-            "Redis does not answer (%s), so routers may show an old state of Ray's head, or none",
+            "Redis does not answer (%s), so routers may show an old state, or no state, of Ray's "
+            "head",
             error,
         )
 

@@ -139,8 +139,8 @@ class SharedOwned:
             return read_pair_bandwidths(self._redis(), self._cluster_id, worker_ids)
         except UNREACHABLE as error:
             log.info(
-                "the bandwidths between workers cannot be read from Redis, so hosts for new "
-                "workers are chosen without them: %s",
+                "the bandwidths between workers cannot be read from Redis (%s), so hosts for new "
+                "workers are chosen without regard to bandwidth",
                 error,
             )
             return {}

@@ -29,7 +29,7 @@ def stop_signals(*, parent_pid: int | None = None) -> Iterator[None]:
             if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
                 why = os.strerror(ctypes.get_errno())
                 raise OSError(
-                    f"Linux cannot be set to end this process when its parent ends: {why}"
+                    f"this process cannot be set to end together with its parent process: {why}"
                 )
             if os.getppid() != parent_pid:  # the parent has already ended
                 raise Interrupted

@@ -228,7 +228,7 @@ class Agent:
         except (ValueError, ray.exceptions.RayError) as error:
             # This report is lost. A restarted controller requests the status of every agent.
             log.warning(
-                "the state of %s (%s) cannot be reported to the pool controller: %s",
+                "cannot report to the pool controller that %s is %s: %s",
                 self._member.member_id,
                 state,
                 error,

@@ -135,7 +135,9 @@ class PoolController:
             is_done = self._reconcile()
             with suppress(queue.Empty):
                 self._events.get(timeout=None if is_done else _RETRY_S)()
-        log.warning("the pool controller of another Ray head has taken over, so this one ends")
+        log.warning(
+            "this pool controller ends, because the pool controller of another Ray head took over"
+        )
 
     def _update_hosts(self) -> None:
         """Updates the reachable hosts and those that want to leave. If Redis lost its data, the
@@ -269,8 +271,8 @@ class PoolController:
             self.report(*ray.get(agent.status.remote(), timeout=30))
         except ray.exceptions.RayError as error:
             log.warning(
-                "the Ray actor that watches a process did not answer, so the state of the process "
-                "is unknown until the actor reports a change: %s",
+                "the Ray actor that watches a process did not answer: %s. The state of the process "
+                "is unknown until the actor reports a change",
                 error,
             )
 

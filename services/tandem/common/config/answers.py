@@ -64,9 +64,9 @@ class AnswerConfig(Options):
     defaults."""
 
     tool_parser: ToolParser = "auto"
-    """Format in which the model writes tool calls. auto: found from its chat template."""
+    """Format in which the model writes tool calls. auto: derived from the model's chat template."""
     reasoning_parser: ReasoningParser = "auto"
-    """Tags that mark the model's reasoning. auto: found from its chat template."""
+    """Tags that mark the model's reasoning. auto: derived from the model's chat template."""
     tool_pin_s: Seconds = 60.0
     """Seconds for which the KV of a conversation is protected from eviction after a tool call of
     the model. 0: off."""

@@ -47,13 +47,12 @@ class AutoscaleConfig(Options):
     ttft_s: PositiveSeconds = 2.0
     """Target of the autoscaler for the time to the first token, in seconds."""
     ttft_token_s: Seconds = 0.0
-    """Makes the target for the time to the first token longer for long prompts: --autoscale-ttft
-    plus this many seconds for each token of the prompt."""
+    """Seconds that each prompt token adds to --autoscale-ttft."""
     itl_s: PositiveSeconds = 0.1
     """Target of the autoscaler for the time between two tokens, in seconds."""
     cold_start_s: Seconds = 90.0
-    """How long a new worker takes to start, in seconds: from the decision to add it to its first
-    request. The autoscaler plans with this estimate."""
+    """Time from the decision to start a worker until the first request of the worker, in seconds.
+    The autoscaler plans with this estimate."""
     interval_s: PositiveSeconds = 10.0
     """Seconds between two decisions of the autoscaler."""
     idle_s: Seconds = 40.0

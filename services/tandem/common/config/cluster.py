@@ -44,7 +44,7 @@ class ClusterConfig:
     redis_url: Annotated[str, Parameter(env_var=REDIS_URL_VARIABLE)] = field(repr=False)
     """URL of Redis, with its password."""
     token: Annotated[str, Parameter(env_var=TOKEN_VARIABLE)] = field(repr=False)
-    """Token with which calls between the cluster's processes authenticate."""
+    """Token that authenticates calls between the processes of the cluster."""
     record_ttl_s: float = 5.0  # a worker whose record in Redis is older than this counts as dead
     record_interval_s: float = 1.0
 

@@ -53,8 +53,8 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
         name, _, path = entry.partition("=")
         if not re.fullmatch(ADAPTER_NAME, name) or not path:
             raise ConfigError(
-                f"lora has the entry {entry!r}; an entry must be NAME=PATH, and NAME must have 1 "
-                "to 128 characters, each a letter, a digit or one of . _ : / -"
+                f"lora has the entry {entry!r}; an entry must be NAME=PATH with a NAME of 1 to "
+                "128 letters, digits and . _ : / -"
             )
         if name in found:
             raise ConfigError(f"lora has the name {name!r} twice; each adapter needs its own name")
@@ -84,9 +84,9 @@ class EngineOptions(Options):
     device: Device = "auto"
     """Device that computes the model. auto: the GPU if there is one, else the CPU."""
     dtype: Dtype = "auto"
-    """Data type of the computation. auto: bfloat16 if the hardware supports it, else float32;
-    quantized weights stay quantized. bfloat16, float32: at load, quantized weights are converted to
-    this type, except fp8 weights on native kernels."""
+    """Data type of the computation. auto: bfloat16 if the hardware supports bfloat16, else float32;
+    quantized weights stay quantized. bfloat16, float32: quantized weights are converted to this
+    type when the model is loaded. Exception: fp8 weights stay fp8 on native kernels."""
     kv_dtype: KvDtype = "auto"
     """Data type of the KV cache. auto: the same as the computation. int8 and fp8_e4m3 take about
     half of the memory of bfloat16, k8v4 (keys of 8 bits, values of 4 bits) 40%, and int4 28%. k8v4
@@ -104,14 +104,14 @@ class EngineOptions(Options):
     block_size: Positive = 16
     """Number of tokens in a KV block."""
     kv_bytes_max: Annotated[SizeOrNone, Parameter(name="--kv-memory")] = None
-    """Memory of a worker's KV cache, such as 4GiB. 0: 1GiB on CPUs; on GPUs, all memory that
-    --gpu-memory-utilization allows and the rest of the worker does not need."""
+    """Memory of a worker's KV cache, such as 4GiB. 0: 1GiB on CPUs; on GPUs, the memory that
+    --gpu-memory-utilization leaves after weights, steps and CUDA graphs."""
     num_blocks: PositiveOrNone = None
     """Number of blocks in the KV cache. 0: as many as --kv-memory holds."""
     gpu_memory_utilization: GpuShare = 0.9
     """Share of a GPU's total memory for a worker's weights, steps, CUDA graphs and KV cache, above
-    0 and up to 1. `tandem up` divides it among the workers on one GPU. If --kv-memory or
-    --num-blocks is given, the KV cache has that size, whatever the share is."""
+    0 and up to 1. `tandem up` divides the share among the workers on one GPU. --kv-memory and
+    --num-blocks set the size of the KV cache independently of the share."""
     kv_host_bytes: Annotated[Size, Parameter(name="--kv-host-memory")] = 0
     """Host memory of each worker for copies of evicted KV blocks, such as 8GiB. 0: no copies in
     host memory."""
@@ -131,14 +131,15 @@ class EngineOptions(Options):
     [default]. Default: AWS_ACCESS_KEY_ID and related variables, else the credentials of the
     machine."""
     kv_key_file: Text = ""
-    """File with keys that encrypt copies of KV blocks outside main memory. Each line is one key of
-    64 hexadecimal digits. New copies are encrypted with the first key. Default: no encryption."""
+    """File with keys for copies of KV blocks on disk and in the object store. Each line is one key
+    of 64 hexadecimal digits. The first key encrypts new copies; all keys decrypt old copies.
+    Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "value"
     """Which evicted KV blocks are copied to memory, disk and the object store, and which copies are
-    dropped first. value: copies blocks that were used twice or are likely to be reused, and drops
-    copies that are rarely used and cheap to recompute. The others copy all blocks. lru drops the
-    least recently used copy, prefix the copy with the most tokens before it, and priority the copy
-    with the lowest kv_priority, a field of requests."""
+    dropped first. value: copies blocks that were used twice or are likely to be reused; drops
+    copies that are rarely used and cheap to recompute. lru, prefix, priority: copy all blocks. lru
+    drops the least recently used copy. prefix drops the copy with the most tokens before its block.
+    priority drops the copy with the lowest kv_priority, a field of requests."""
     kv_pin_share: PinShare = 0.5
     """Largest share of the KV cache, and of each tier, that requests may protect from eviction: 0
     to 1."""
@@ -150,11 +151,11 @@ class EngineOptions(Options):
     """Largest number of tokens that one step computes. 0: 512 on CPUs; on GPUs about 16 for each
     multiprocessor, which gives 2048 on an H100."""
     itl_target_s: Seconds = 0.1
-    """Target for the time between two tokens of a request, in seconds. Workers compute long prompts
-    in parts to meet it. 0: off."""
+    """Target for the time between two tokens of a request, in seconds. To meet the target, workers
+    compute long prompts in parts. 0: off."""
     itl_limit_s: Seconds = 0.0
-    """Limit for the time between two tokens of a request, in seconds. A request waits if starting
-    it would exceed the limit. 0: off."""
+    """Limit for the time between two tokens of a request, in seconds. A request waits if its
+    start would exceed the limit. 0: off."""
     shared_wait_s: Seconds = 10.0
     """Longest wait, in seconds, for KV blocks that another request is already computing. 0: no
     wait."""
@@ -167,14 +168,15 @@ class EngineOptions(Options):
     queue_max: Positive = 256
     """Largest number of requests that wait at a worker. The worker refuses further requests."""
     num_threads: Annotated[Positive, Parameter(name="--threads")] = 1
-    """Number of CPU threads with which a worker computes. With --tensor-parallel: each rank."""
+    """Number of CPU threads of a worker. With --tensor-parallel, number of CPU threads of each
+    rank."""
     tensor_parallel: Positive = 1
     """Number of processes (ranks) that compute each step of a worker together. Each rank has its
     share of the model's weights. On GPUs, each rank needs a GPU of its own."""
     expert_parallel: bool = False
-    """With --tensor-parallel: each rank has some of a layer's experts, each of them whole. Without
-    this option, each rank has a part of every expert. Needs torch or Triton kernels and --numerics
-    fast."""
+    """With --tensor-parallel: divide the experts of each layer among the ranks. Each expert is then
+    whole on one rank. Without this option, each rank has a part of every expert. Needs torch or
+    Triton kernels and --numerics fast."""
     ranks_share_gpu: Annotated[bool, Parameter(group=MEASUREMENT)] = False
     """All ranks of --tensor-parallel compute on one GPU, slowly. For tests on a machine with one
     GPU."""
@@ -213,8 +215,8 @@ class EngineOptions(Options):
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError(
-                "numerics is invariant, which computes in float32, so neither dtype nor kv-dtype "
-                "can be bfloat16; set them to auto or float32"
+                "numerics invariant computes in float32, so dtype and kv-dtype must not be "
+                "bfloat16; set dtype and kv-dtype to auto or float32"
             )
         if self.ranks_share_gpu and self.tensor_parallel == 1:
             raise ConfigError(
@@ -223,13 +225,12 @@ class EngineOptions(Options):
             )
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ConfigError(
-                "expert-parallel is set, but tensor-parallel is 1, so there are no ranks among "
-                "which to divide the experts; set tensor-parallel to at least 2, or remove "
-                "expert-parallel"
+                "expert-parallel is set, but tensor-parallel is 1; set tensor-parallel to at least "
+                "2, or remove expert-parallel"
             )
         if self.expert_parallel and self.numerics == "invariant":
             raise ConfigError(
-                "expert-parallel is set, but numerics is invariant, in which sums must not depend "
+                "expert-parallel cannot be used with numerics invariant, because sums would depend "
                 "on the number of ranks; set numerics to fast, or remove expert-parallel"
             )
         sealed = [tier.option for tier in KV_TIERS if tier.is_sealed]
@@ -261,8 +262,8 @@ def _expanded(name: str, path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
-            f"{option_name(name)} is {path}; the home folder of this user is not known, so the "
-            "path must not begin with ~"
+            f"{option_name(name)} is {path}; the path must not begin with ~, because the home "
+            "folder of the user is not known"
         ) from error
 
 

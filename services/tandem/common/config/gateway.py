@@ -41,20 +41,20 @@ class GatewayOptions(Options):
     """HOST:PORT at which this process chooses workers for a Kubernetes gateway (an endpoint picker
     of the Gateway API Inference Extension). The process then serves no public API. Default: off."""
     picker_fallbacks: Count = 2
-    """Number of endpoints that the endpoint picker names besides the first one. The gateway can
-    send a request to them if the first one fails."""
+    """Number of further endpoints that the endpoint picker names for a request. The gateway can
+    send the request to a further endpoint if the first endpoint fails."""
     picker_stays: Switch = False
-    """Let the gateway send answers, too, through the endpoint picker, so that the picker knows when
-    a request ends. Without this option, only requests pass through the picker."""
+    """Let the gateway send both requests and answers through the endpoint picker. The picker then knows when a
+    request ends. Without this option, only requests pass through the picker."""
     objectives: Annotated[Mapping[str, int], by_comma("NAME=PRIORITY,...", parse_objectives)] = (
         field(default_factory=dict)
     )
     """Priority of each InferenceObjective, such as batch=-1. Requests with a priority below 0 are
     refused (429) when workers are busy."""
     front_of: Text = ""
-    """Id of the decode worker in front of which this router runs. If an endpoint picker has chosen
-    this worker for a request, the router prefers this worker. Default: none; the router then
-    ignores the choices of endpoint pickers."""
+    """Id of the decode worker that this router stands in front of. If an endpoint picker has chosen
+    that worker for a request, the router prefers that worker. Default: none; the router ignores the
+    choices of endpoint pickers."""
 
     @property
     def is_router(self) -> bool:
@@ -64,8 +64,8 @@ class GatewayOptions(Options):
     def check_together(self) -> None:
         if self.endpoint_picker and self.front_of:
             raise ConfigError(
-                "endpoint-picker and front-of cannot both be set; remove one of them: an endpoint "
-                "picker serves no requests, and the front of a decode worker serves requests"
+                "endpoint-picker and front-of cannot both be set, because an endpoint picker "
+                "serves no requests; remove one of these options"
             )
         if self.endpoint_picker:
             self.picker_address()

@@ -16,7 +16,7 @@ class RedisFrontOptions(Options):
     socket: str
     """Path of the Redis server's Unix socket."""
     tls_dir: str
-    """Folder with the TLS files of this port: ca.crt, tls.crt and tls.key."""
+    """Folder with the TLS files of `tandem redis-front`: ca.crt, tls.crt and tls.key."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Port = 6379

@@ -58,7 +58,8 @@ class AddressConfig(Options):
     """Limits for each client address, over HTTP and gRPC."""
 
     trusted_proxies: Annotated[tuple[str, ...], by_comma("CIDR,...", _parse_proxies)] = ()
-    """Proxies (CIDR networks) whose header X-Forwarded-For is trusted."""
+    """CIDR networks of the proxies that may send X-Forwarded-For. The router ignores this header in
+    requests of other senders."""
     connections_per_address: Count = 0
     """Largest number of connections of one client address. 0: half of --connections-max.
     Addresses in --trusted-proxies have no limit."""
@@ -66,7 +67,8 @@ class AddressConfig(Options):
     """Largest number of unanswered requests of one client address. 0: half of --connections-max."""
 
     unparsed_bytes_per_address: Size = 0
-    """Part of --unparsed-bytes-max that one client address may use, in bytes. 0: half."""
+    """Part of --unparsed-bytes-max that one client address may use, in bytes. 0: half of
+    --unparsed-bytes-max."""
 
     def check_together(self) -> None:
         for proxy in self.trusted_proxies:
@@ -87,8 +89,8 @@ def parse_scale_objects(text: str) -> dict[str, str]:
         if match is None or match[1] not in SIZED_POOLS or match[1] in found:
             raise ConfigError(
                 f"scale-objects has the entry {entry!r}; an entry must be POOL=statefulsets/NAME "
-                f"or POOL=deployments/NAME, POOL must be one of {', '.join(SIZED_POOLS)}, and no "
-                "POOL may occur twice"
+                f"or POOL=deployments/NAME. Each POOL may occur once, and must be one of "
+                f"{', '.join(SIZED_POOLS)}"
             )
         found[match[1]] = match[2]
     return found
@@ -116,7 +118,7 @@ class AdmissionOptions(Options):
 
     ttft_limit_s: Seconds = 120.0
     """Longest predicted time to the first token of a request, in seconds. Requests with a
-    longer one are refused (429). 0: no limit."""
+    longer predicted time are refused (429). 0: no limit."""
     ttft_limit_token_s: Seconds = 0.0
     """Seconds that each prompt token adds to --ttft-limit."""
     strict_fields: Switch = False
@@ -125,8 +127,8 @@ class AdmissionOptions(Options):
     responses_kept: Count = 0
     """Number of answers of /v1/responses that a router keeps in memory. 0: none."""
     kv_budgets: Literal["allow", "refuse"] = "allow"
-    """allow: a request may limit the KV that is kept for it, with the field `kv_budget`. refuse:
-    requests with this field are refused."""
+    """allow: a request may limit its KV with the field `kv_budget`. refuse: requests with this
+    field are refused."""
     logprobs_max: Positive = 500_000
     """Largest number of log probabilities in one answer."""
     cors_origins: Annotated[tuple[str, ...], _Http, by_comma("ORIGIN,...", _parse_origins)] = ()
@@ -135,13 +137,14 @@ class AdmissionOptions(Options):
     """Take the tenant of a request from its header x-tandem-tenant. Use this option only behind a
     gateway that sets this header."""
     allow_anonymous: Annotated[Switch, Own] = False
-    """Serve everybody without an API key, also on addresses that other machines reach."""
+    """Serve requests without an API key also at addresses that other machines reach, as long as the
+    router has no API keys."""
     keys_file: Annotated[Text, Own] = ""
     """JSON file with API keys, such as a mounted Secret, in addition to the keys in Redis."""
     grpc_memory: PositiveSize = 1 << 30
-    """With --api grpc or --endpoint-picker: the process drains and ends if its memory grows by more
-    than this many bytes after the model was loaded. `tandem up`, Kubernetes or Compose then starts
-    it again."""
+    """Largest growth of the process's memory after the model is loaded, in bytes. Beyond this
+    limit, the process drains and ends, and `tandem up`, Kubernetes or Compose starts the process
+    again. Only with --api grpc or --endpoint-picker."""
     keys_max_age_s: Seconds = 0.0
     """Refuse requests with API keys if the router could not read the keys from Redis for this many
     seconds. 0: never."""
@@ -159,11 +162,10 @@ class RouterOptions(AdmissionOptions):
     host: Annotated[str, Own] = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     api: Annotated[Literal["both", "http", "grpc"], Own] = "both"
-    """Public APIs that this process serves. both: HTTP and gRPC. grpc: only gRPC, and the process
-    drains and ends when its memory has grown by --grpc-memory; whoever started it, such as
-    Kubernetes, has to start it again."""
+    """Public APIs that this process serves. both: HTTP and gRPC. grpc: only gRPC, with the memory
+    limit of --grpc-memory."""
     http_port: Annotated[Port, Own] = 8000
-    """Port of the HTTP API. With --api grpc, only for probes and other routers."""
+    """Port of the HTTP API. With --api grpc, this port serves only probes and other routers."""
     grpc_port: Annotated[Port, Own] = 8001
     """Port of the gRPC API."""
     router_id: Annotated[str, Own] = "router-0"
@@ -177,18 +179,19 @@ class RouterOptions(AdmissionOptions):
         Own,
         by_comma("POOL=RESOURCE/NAME,...", parse_scale_objects),
     ] = field(default_factory=dict)
-    """Kubernetes objects that run the pools, such as prefill=statefulsets/NAME. The router sizes a
-    pool by its object's number of replicas. Default: the pool controller sizes the pools."""
+    """Kubernetes objects that run the pools, such as prefill=statefulsets/NAME. To size a pool, the
+    router sets the number of replicas of the pool's object. Default: the pool controller sizes the
+    pools."""
     tokenizer_processes: Positive = 1
     """Number of processes that render and tokenize prompts."""
     lookup_deadline_s: Seconds = 0.02
-    """Longest wait for the prefix tree in Redis, in seconds. After it, the router chooses workers
-    without knowing which have cached the prompt. Raise it for a distant Redis."""
+    """Longest wait for the prefix tree in Redis, in seconds. After this time, the router chooses
+    workers without regard to cached prompts. Raise the limit for a distant Redis."""
     hold_deadline_s: Seconds = 30.0
-    """Seconds that a request waits for a decode worker to become ready, before the request fails.
-    Set a longer time than a worker takes to start."""
+    """Longest wait of a request for a ready decode worker, in seconds. Set a longer time than a
+    worker takes to start."""
     drain_deadline_s: Seconds = 30.0
-    """When the router stops, running requests have this many seconds to finish. The router then
+    """Time in seconds that a stopping router gives its running requests to finish. The router then
     ends the rest."""
     header_bytes_max: Annotated[PositiveSize, _Http] = 64 << 10
     """Largest request header, in bytes."""
@@ -235,9 +238,9 @@ class RouterOptions(AdmissionOptions):
         of_address = self.addresses.unparsed_bytes_per_address or self.unparsed_bytes_max // 2
         if (room := min(of_address, self.unparsed_bytes_max)) < (body := self.body_bytes_max):
             raise ConfigError(
-                f"one client address may have at most {room} bytes of unparsed request bodies, but "
-                f"a single request body may have {body} bytes; set unparsed-bytes-per-address to "
-                f"at least {body} and unparsed-bytes-max to at least {2 * body}"
+                f"the limit of unparsed bytes for each client address is {room}, less than the "
+                f"largest request body of {body} bytes; set unparsed-bytes-per-address to at least "
+                f"{body} and unparsed-bytes-max to at least {2 * body}"
             )
 
     @property

@@ -42,20 +42,21 @@ class TransferConfig(Options):
     local_prefill_max_tokens: Count = 64
     """Prompts with at most this many uncached tokens are computed by the decode worker itself."""
     verify_blocks: VerifyBlocks = "off"
-    """Which pulled KV blocks are compared with checksums from the worker that sends them: none, a
-    sample or all. If a block differs, the pull fails, and its blocks are not used."""
+    """Compare none, a sample or all of the pulled KV blocks with checksums of the sending worker.
+    If a block differs, the pull fails, and its blocks are not used."""
     delay_s: Annotated[Seconds, Parameter(group=MEASUREMENT, name="--transfer-delay")] = 0.0
-    """Seconds that are added to each pull, for tests."""
+    """Seconds that are added to each transfer of KV blocks, for tests."""
     bytes_per_s: Annotated[
         NotNegative, Parameter(group=MEASUREMENT, name="--transfer-bandwidth")
     ] = 0.0
     """Limits all transfers together to this many bytes per second, for tests. 0: no limit."""
     overlap: Annotated[bool, Parameter(group=MEASUREMENT)] = True
-    """Transfer the KV blocks of a prompt while its next blocks are computed, instead of after the
-    whole prompt."""
+    """Transfer the first KV blocks of a prompt while the later blocks are computed. With
+    --no-overlap, the transfer starts after the whole prompt is computed."""
     heartbeat_timeout_s: PositiveSeconds = 30.0
-    """Longest time, in seconds, that a worker waits for KV blocks from a peer whose engine computes
-    no step. The worker then tries another peer, or computes the blocks itself."""
+    """A worker stops waiting for KV blocks of another worker if the engine of the other worker
+    computes nothing for this many seconds. The waiting worker then pulls the blocks from a third
+    worker, or computes the blocks."""
     pull_deadline_s: PositiveSeconds = 30.0
     """Longest time for the transfer of one group of KV blocks, in seconds."""
     warm_blocks: Count = 0

@@ -88,12 +88,12 @@ class WorkerOptions(Options):
     engine_hang_timeout_s: PositiveSeconds = 60.0
     """The worker ends if its engine has requests but computes nothing for this many seconds."""
     generation: Name = ""
-    """A name of your choice for this worker's KV format. A worker whose format differs from that of
-    running workers with the same name is refused. Use a new name for the new workers when an
-    upgrade changes the format."""
+    """A name of your choice for this worker's KV format. All running workers of one generation must
+    have the same format; a worker with another format is refused. If an upgrade changes the format,
+    give the new workers a new generation."""
     drain_deadline_s: Seconds = 30.0
-    """Time in seconds for running requests to move to other workers or finish, when the worker
-    stops."""
+    """Time in seconds that a stopping worker gives its running requests to finish or to move to
+    other workers."""
     engine: EngineConfig
     transfer: TransferConfig = field(default_factory=TransferConfig)
     events: KvEventOptions = field(default_factory=KvEventOptions)

@@ -63,7 +63,7 @@ def open_file(path: Path, *, dir_fd: int) -> int:
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         os.close(file)
-        raise PermissionError(f"{path} is not a regular file, or has several hard links; remove it")
+        raise PermissionError(f"{path} must be a regular file with one hard link; remove {path}")
     return _checked(path, file, 0o600)
 
 
@@ -75,8 +75,8 @@ def _checked(path: Path, opened: int, mode: int) -> int:
         _check_owner(path, found, (os.geteuid(),))
         if found.st_mode & stat.S_IWOTH:
             raise PermissionError(
-                f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, so every user may write to "
-                "it; remove it"
+                f"every user may write to {path} (mode {stat.S_IMODE(found.st_mode):04o}); remove "
+                f"{path}"
             )
         if found.st_mode & 0o077:
             os.fchmod(opened, mode)
@@ -90,5 +90,5 @@ def _check_owner(path: Path, found: os.stat_result, allowed: tuple[int, ...]) ->
     if found.st_uid not in allowed:
         raise PermissionError(
             f"{path} belongs to user {found.st_uid}, but this process runs as user {allowed[0]}; "
-            "remove it, or choose another folder"
+            f"remove {path}, or choose another folder"
         )

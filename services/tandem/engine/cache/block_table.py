@@ -15,10 +15,12 @@ Three examples of a table for 5 blocks of tokens:
     KV budget            own     NULL    NULL    own     own     all tokens see block 0, the sinks
 
 In a state group (layout/kv_groups.py), the table of a sequence has one entry: the slot of its
-running state, which is its own. The table of a chain has the frozen state after the chain's last
-block, as in a group with a window of one block:
+running state, which is its own. A second entry is the slot of a frozen state that is transferred
+with the blocks (`BlockTables.checkpoint`). The table of a chain has the frozen state after the
+chain's last block, as in a group with a window of one block:
 
     state, sequence      own
+    state, transferred   own     stored or own
     state, chain         NULL    NULL    NULL    NULL    stored
 """
 
@@ -59,6 +61,9 @@ class BlockTables:
     kept: list[int] = field(default_factory=list)
     # The numbers of the state groups, if the tables are those of a sequence.
     states: tuple[int, ...] = ()
+    # Number of blocks after which the frozen states are transferred, too. Their slots are the
+    # second entries of the state groups' tables. 0: no frozen state is transferred.
+    checkpoint: int = 0
     # Set if the sequence has a KV budget that works like a sliding window: the layout with this
     # window (`KvLayout.under`).
     budget: KvLayout | None = None
@@ -119,8 +124,8 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
     """Raises InternalError if a block in `unsafe` is not one of the sequence's `own` blocks."""
     if strangers := set(unsafe).difference(own):
         raise InternalError(
-            f"blocks {sorted(strangers)} do not belong to sequence {sequence_id}, but were given "
-            "as blocks of this sequence that a pull may still write"
+            f"a pull may still write to blocks {sorted(strangers)}, but these blocks do not belong "
+            f"to sequence {sequence_id}"
         )
 
 
@@ -133,7 +138,7 @@ def check_trusted(sequence_id: str, num_blocks: int, num_stored: int, num_held: 
     """
     if not num_stored <= num_blocks <= num_held:
         raise InternalError(
-            f"after the pull, {num_blocks} blocks of sequence {sequence_id} are reported as valid; "
-            f"{num_stored} were valid before, and the sequence has {num_held}, so the number must "
-            f"be from {num_stored} to {num_held}"
+            f"{num_blocks} blocks of sequence {sequence_id} are reported as valid after the pull; "
+            f"the number must be from {num_stored} (valid before the pull) to {num_held} (all "
+            "blocks of the sequence)"
         )

@@ -2,11 +2,13 @@
 
 A frozen state takes the memory of a thousand tokens or more, so there are few. The positions are
 multiples of 64 tokens, at which kernels compute the same bits however a prompt is divided into
-chunks. They depend only on the sequence:
+chunks:
 
 - the last positions before the end of the prompt, and before its last tokens: chat templates end a
   prompt with a few tokens that the next turn of a conversation may not have;
 - in a long prompt, every `interval` tokens;
+- where the KV that is cached without a state ends: other prompts have the same beginning, such as a
+  system prompt;
 - in the answer, every 64 tokens. Only the last of these is worth its memory, so each one makes the
   one before it the first to be evicted.
 """
@@ -24,6 +26,11 @@ _INNER_CHUNK = 64  # tokens that kernels compute together by matrix products (do
 _LAST_TOKENS = 8
 
 
+def checkpoint_spacing(block_size: int) -> int:
+    """Returns the number of tokens of which all positions are multiples."""
+    return lcm(_INNER_CHUNK, block_size)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     """The rule for the sequences of one engine. Both are multiples of the block size."""
@@ -37,7 +44,7 @@ class Checkpoints:
         if not layout.state_groups:
             return None
         blocks = KvLayout(tuple(group for group in layout.groups if not group.has_states))
-        spacing = lcm(_INNER_CHUNK, layout.block_size)
+        spacing = checkpoint_spacing(layout.block_size)
         interval = max(
             checkpoint_interval(layout.groups[number], blocks) for number in layout.state_groups
         )
@@ -47,14 +54,14 @@ class Checkpoints:
         """Returns the first position after `num_computed` tokens, for a sequence with a prompt of
         `num_prompt` tokens. It may be after the end of the sequence."""
         if num_computed >= num_prompt - 1:
-            return self._before(num_computed) + self.spacing
+            return self.last_until(num_computed) + self.spacing
         return min(
             position
             for position in (
                 (num_computed // self.interval + 1) * self.interval,
-                self._before(num_prompt - 1 - _LAST_TOKENS),
-                self._before(num_prompt - 1),
-                self._before(num_prompt - 1) + self.spacing,
+                self.last_until(num_prompt - 1 - _LAST_TOKENS),
+                self.last_until(num_prompt - 1),
+                self.last_until(num_prompt - 1) + self.spacing,
             )
             if position > num_computed
         )
@@ -62,5 +69,11 @@ class Checkpoints:
     def includes(self, position: int, num_prompt: int) -> bool:
         return position > 0 and self.next_after(position - 1, num_prompt) == position
 
-    def _before(self, num_tokens: int) -> int:
+    def last_before(self, num_tokens: int) -> int:
+        """Returns the last position after which a prompt of `num_tokens` tokens can resume, which
+        is before its last token; 0 if there is none."""
+        return self.last_until(num_tokens - 1)
+
+    def last_until(self, num_tokens: int) -> int:
+        """Returns the last multiple of `spacing` that is at most `num_tokens`."""
         return max(0, num_tokens) // self.spacing * self.spacing

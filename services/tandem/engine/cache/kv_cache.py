@@ -120,6 +120,8 @@ class KvCache:
         num_tokens: int,
         resume: int,
         sources: Sequence[int | None] = (),
+        taken: Sequence[int] = (),
+        checkpoint: int = 0,
         budget: KvBudget | None = None,
         loaded: int = 0,
         is_chain: bool = False,
@@ -138,6 +140,10 @@ class KvCache:
         - `sources`: one block for each group, which the engine will copy into the group's first
           allocated block. The sources stay referenced until `end_copies`. A group needs no copy,
           and ignores its source, if its table starts after the block at index `depth`.
+        - `taken`: one cached frozen state for each state group. It becomes the running state,
+          without a copy. Empty: none does.
+        - `checkpoint`: frozen states after this number of blocks will be transferred, so each state
+          group gets a slot for them. If the sequence resumes there, it is the cached slot. 0: none.
         - `is_chain`: the tables are those of a chain without a sequence, so no running state is
           allocated in state groups. Instead, the tables have the frozen state at the chain's end.
         """
@@ -147,13 +153,16 @@ class KvCache:
             num_tokens=num_tokens,
             resume=resume,
             sources=sources,
+            taken=taken,
+            checkpoint=checkpoint,
             budget=budget,
             loaded=loaded,
             is_chain=is_chain,
         ):
             return None
         layout = self._layout_under(budget)
-        tables = BlockTables(states=() if is_chain else self._state_groups)
+        tables = BlockTables(states=() if is_chain else self._state_groups, checkpoint=checkpoint)
+        frozen = dict(zip(tables.states, taken, strict=False))
         if budget is not None and budget.keeps_hitters:
             tables.hitters = HeavyHitters(budget, self._block_size)
         elif budget is not None:
@@ -162,9 +171,14 @@ class KvCache:
         for number, (pool, (kept, first, end), source) in enumerate(
             zip(self.pools, spans, self._copied(sources, spans, depth), strict=True)
         ):
-            hashes = [] if number in tables.states else block_hashes[first : max(depth, loaded)]
+            hashes = block_hashes[first : max(depth, loaded)]
             size = kept + end - first
-            if loaded and isinstance(pool, WindowPool):
+            if number in tables.states:
+                hashes = _transferred(block_hashes, depth, checkpoint)
+                size += checkpoint > 0
+            if number in frozen:
+                blocks = self._state_pool(number).take(frozen[number])
+            elif loaded and isinstance(pool, WindowPool):
                 blocks = pool.reserve_any(hashes, size)
                 assert blocks is not None
             else:
@@ -173,6 +187,8 @@ class KvCache:
                 num_cached = found.num_cached_blocks
                 assert loaded or num_cached == len(hashes), "there was no such hit"
                 blocks = found.block_table
+            if number in tables.states:
+                blocks.reverse()  # the running state comes first
             tables.ids.append(blocks[:kept] + [NULL_BLOCK] * (first - kept) + blocks[kept:])
             tables.firsts.append(first)
             tables.kept.append(kept)
@@ -186,6 +202,8 @@ class KvCache:
         num_tokens: int,
         resume: int,
         sources: Sequence[int | None] = (),
+        taken: Sequence[int] = (),
+        checkpoint: int = 0,
         budget: KvBudget | None = None,
         loaded: int = 0,
         is_chain: bool = False,
@@ -194,12 +212,18 @@ class KvCache:
         layout = self._layout_under(budget)
         spans = _spans(layout, _most_kept(budget, num_tokens), resume, is_chain=is_chain)
         states = () if is_chain else self._state_groups
+        frozen = dict(zip(states, taken, strict=False))
         for number, (pool, (kept, first, end), source) in enumerate(
             zip(self.pools, spans, self._copied(sources, spans, depth), strict=True)
         ):
-            hashes = [] if number in states else block_hashes[first : max(depth, loaded)]
+            hashes = block_hashes[first : max(depth, loaded)]
             size = kept + end - first
-            if loaded and isinstance(pool, WindowPool):
+            if number in states:
+                hashes = _transferred(block_hashes, depth, checkpoint)
+                size += checkpoint > 0
+            if number in frozen:
+                fits = size == 1 and self._state_pool(number).may_take(frozen[number])
+            elif loaded and isinstance(pool, WindowPool):
                 fits = pool.can_reserve_any(hashes, size)
             else:
                 fits = pool.can_reserve(hashes, size, source)
@@ -359,26 +383,47 @@ class KvCache:
         which they are. `token_ids` are the tokens of this block.
 
         Returns the copies, which the caller must make at once. Makes none if the states are cached
-        already, or if all slots are in use.
+        already, or if all slots are in use. States that are transferred have a slot of the
+        sequence, which it keeps.
         """
         copies = []
-        *before, block_hash = block_hashes
+        is_transferred = len(block_hashes) == tables.checkpoint
         for group in tables.states:
             pool = self._state_pool(group)
-            if pool.find(block_hash) is not None or (taken := pool.allocate(1)) is None:
+            running = tables.ids[group][0]
+            if is_transferred:
+                slot = tables.ids[group][1]
+                if not pool.is_writable(slot):
+                    continue  # the sequence has resumed after these states
+            elif pool.find(block_hashes[-1]) is not None or (taken := pool.allocate(1)) is None:
                 continue
-            pool.store(
-                taken[0],
-                parent_id=None,
-                parent_hash=before[-1] if before else chain_root,
-                block_hash=block_hash,
-                token_ids=token_ids,
-                index=len(before),
-                adapter=adapter,
-            )
-            pool.release(taken)
-            copies.append(BlockCopy(tables.ids[group][0], taken[0], group))
+            else:
+                (slot,) = taken
+            stored = _store_state(pool, slot, block_hashes, chain_root, token_ids, adapter)
+            if is_transferred:
+                tables.ids[group][1] = stored
+            else:
+                pool.release([stored])
+            if stored == slot:
+                copies.append(BlockCopy(running, slot, group))
         return copies
+
+    def store_checkpoint(
+        self,
+        tables: BlockTables,
+        block_hashes: Sequence[bytes],
+        *,
+        chain_root: bytes,
+        token_ids: Sequence[int] = (),
+        adapter: Adapter | None = None,
+    ) -> None:
+        """Caches the frozen states that a peer has sent, as `freeze` does, and drops the references
+        to their slots."""
+        for group in tables.states:
+            pool = self._state_pool(group)
+            slot = tables.ids[group].pop()
+            pool.release([_store_state(pool, slot, block_hashes, chain_root, token_ids, adapter)])
+        tables.checkpoint = 0
 
     def evict_first(self, tables: BlockTables, block_hash: bytes) -> None:
         """Makes a sequence's frozen states the first to be evicted, if they are cached and no
@@ -386,9 +431,9 @@ class KvCache:
         for group in tables.states:
             self._state_pool(group).evict_first(block_hash)
 
-    def _state_pool(self, group: int) -> WindowPool:
+    def _state_pool(self, group: int) -> FrozenStatePool:
         pool = self.pools[group]
-        assert isinstance(pool, WindowPool)
+        assert isinstance(pool, FrozenStatePool)
         return pool
 
     def release(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:
@@ -539,6 +584,34 @@ class KvCache:
                 passed = each.ids[number][each.kept[number] : each.firsts[number]]
                 assert set(passed) <= {NULL_BLOCK}, "a passed block is named"
             pool.check_integrity(each.held(number) for each in held)
+
+
+def _transferred(block_hashes: Sequence[bytes], depth: int, checkpoint: int) -> Sequence[bytes]:
+    """Returns the hash under which the frozen states after `checkpoint` blocks are cached, if a
+    sequence resumes there, after `depth` blocks. A sequence that resumes before them computes or
+    pulls them."""
+    return block_hashes[checkpoint - 1 : checkpoint] if depth >= checkpoint > 0 else ()
+
+
+def _store_state(
+    pool: WindowPool,
+    slot: int,
+    block_hashes: Sequence[bytes],
+    chain_root: bytes,
+    token_ids: Sequence[int],
+    adapter: Adapter | None,
+) -> int:
+    """Caches a slot under the last of `block_hashes`, whose tokens are `token_ids`. Returns the
+    slot that has the state from now on, as `BlockPool.store` does."""
+    return pool.store(
+        slot,
+        parent_id=None,
+        parent_hash=block_hashes[-2] if len(block_hashes) > 1 else chain_root,
+        block_hash=block_hashes[-1],
+        token_ids=token_ids,
+        index=len(block_hashes) - 1,
+        adapter=adapter,
+    )
 
 
 def _most_kept(budget: KvBudget | None, num_tokens: int) -> int:

@@ -13,7 +13,9 @@ continues after 4 blocks:
 A consumer that already has the block at index 0 receives the blocks from number 1 on.
 
 The running states of a sequence come last (`running_states`). A producer's running states are final
-when the prompt is computed, because the consumer decodes.
+when the prompt is computed, because the consumer decodes. If other sequences with the same prompt
+follow on the consumer, the last frozen states of the prompt are transferred, too, after the blocks
+of the index before them.
 """
 
 from tandem.engine.cache.block_table import BlockTables
@@ -21,13 +23,20 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 
 
 def transfer_order(
-    layout: KvLayout, tables: BlockTables, first: int, end: int, *, depth: int
+    layout: KvLayout,
+    tables: BlockTables,
+    first: int,
+    end: int,
+    *,
+    depth: int,
+    checkpoint: int = 0,
 ) -> list[int]:
     """Returns the ids of the blocks to transfer, among those with the indices `first` to `end` - 1
     in the chain. The ids are unique among the pools.
 
     The peer continues the sequence after `depth` blocks. With sliding windows or a KV budget,
     blocks that no later token attends to are left out. Running states are left out, too.
+    `checkpoint` is the number of blocks after which frozen states are transferred; 0: none are.
     """
     if tables.budget is None and not layout.has_windows:
         return tables.ids[0][first:end]
@@ -42,20 +51,27 @@ def transfer_order(
         for number, (ids, group) in enumerate(zip(tables.ids, layout.groups, strict=True))
         if number not in tables.states
     ]
-    return [
-        block_id
-        for index in range(first, end)
-        for ids, num_pieces, kept, seen in groups
-        if index < kept or index >= seen
-        for block_id in ids[index * num_pieces : (index + 1) * num_pieces]
-    ]
+    order = []
+    for index in range(first, end):
+        for ids, num_pieces, kept, seen in groups:
+            if index < kept or index >= seen:
+                order += ids[index * num_pieces : (index + 1) * num_pieces]
+        if index + 1 == checkpoint:
+            order += _slots(layout, tables, 1)
+    return order
 
 
 def running_states(layout: KvLayout, tables: BlockTables) -> list[int]:
     """Returns the ids, unique among the pools, of the pieces of a sequence's running states. Empty
     for a chain without a sequence."""
+    return _slots(layout, tables, 0)
+
+
+def _slots(layout: KvLayout, tables: BlockTables, number: int) -> list[int]:
+    """Returns the ids of the pieces of a slot in each state group: of the running states (0), or of
+    the frozen states that are transferred (1)."""
     return [
         block_id
         for group in tables.states
-        for block_id in layout.global_ids(group, tables.ids[group])
+        for block_id in layout.global_ids(group, [tables.ids[group][number]])
     ]

@@ -40,11 +40,11 @@ def check_dtypes(
     for option, value in named.items():
         if value == "bfloat16" and is_old(device):
             raise ConfigError(
-                f"{option}=bfloat16: {describe(device)} has no bfloat16, which needs compute "
-                f"capability 8.0 or later; use {option}=auto, which means float32 on this card"
+                f"{option}=bfloat16 needs a card with compute capability 8.0 or later, not "
+                f"{describe(device)}; use {option}=auto (float32 on this card)"
             )
     if checkpoint_dtype == "float16" and dtype == "bfloat16":
         log.warning(
-            "the checkpoint is in float16 and is computed in bfloat16, which has 8 bits of "
-            "precision instead of 11; use dtype=float32 to keep all bits"
+            "the float16 checkpoint is computed in bfloat16, with 8 instead of 11 bits of "
+            "precision; use dtype=float32 to keep all bits"
         )

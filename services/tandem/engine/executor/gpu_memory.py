@@ -33,8 +33,8 @@ from typing import IO
 import torch
 
 from tandem.common.config.engine import EngineConfig
+from tandem.engine.memory import pool_option
 from tandem.errors import ConfigError
-from tandem.models.memory import pool_option
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +114,9 @@ class GpuMemory:
             return
         log.warning(
             "this worker should get %.1f GB of the GPU's memory, but only %.1f of %.1f GB are "
-            "free; it waits up to %g s for more. If another worker on this GPU was killed, its "
-            "memory becomes free only when the workers that read from it have disconnected; if "
-            "that takes too long, restart them",
+            "free. The worker waits up to %g s for more. The memory of a killed worker becomes "
+            "free only when all workers that read from the killed worker have disconnected; if "
+            "the wait fails, restart these workers",
             needed_bytes / 1e9,
             self._free_at_start / 1e9,
             self._total / 1e9,
@@ -239,8 +239,8 @@ class GpuMemory:
             if parts.total_bytes > self._total:
                 return given
             return (
-                f"{given}, or end what else uses the GPU; if a worker of this GPU was killed, its "
-                "peers keep its KV pool mapped until they are restarted"
+                f"{given}, or end other programs on this GPU. If a worker of this GPU was killed, "
+                "restart the peers of that worker, which keep its KV pool mapped"
             )
         if parts.pool is not None:  # the plan has chosen a pool that was too large
             return f"lower --gpu-memory-utilization; or {lower}"
@@ -248,8 +248,8 @@ class GpuMemory:
             lower = smaller
         if self._free_at_start < share * self._total:
             return (
-                "end other programs on this GPU; if a worker of this GPU was killed, restart its "
-                f"peers, which keep its KV pool mapped; or {lower}"
+                f"end other programs on this GPU, or {lower}. If a worker of this GPU was killed, "
+                "restart the peers of that worker, which keep its KV pool mapped"
             )
         if share < 0.9:
             return f"start fewer workers on this GPU, raise --gpu-memory-utilization, or {lower}"
@@ -262,9 +262,9 @@ class GpuMemory:
             lock = open(os.open(path, flags, 0o600), "r+b", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(
-                f"the file {path}, which lets workers start one by one on this GPU, cannot be "
-                f"opened ({error.strerror}); remove the file, or set TMPDIR to another folder, the "
-                "same for all workers on this GPU"
+                f"the lock file {path} for worker starts on this GPU cannot be opened "
+                f"({error.strerror}). Remove the file, or set TMPDIR to another folder for all "
+                "workers on this GPU"
             ) from error
         try:
             self._wait_for(lock)
@@ -286,7 +286,8 @@ class GpuMemory:
             if now - began > _TURN_S_MAX:
                 raise ConfigError(
                     f"another worker ({other}) has been starting on this GPU for more than "
-                    f"{_TURN_S_MAX / 60:.0f} minutes; see its log, or end it"
+                    f"{_TURN_S_MAX / 60:.0f} minutes; read the log of that worker, or end that "
+                    "worker"
                 )
             if now >= tell_at:
                 tell_at = now + _TELL_S

@@ -17,7 +17,7 @@ from tandem.engine.executor.card_dtypes import describe, is_old
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_only_torch
+from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import why_unusable
 
 log = logging.getLogger(__name__)
@@ -34,22 +34,33 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     """
     if model.implementation == "transformers":
         return "torch"
+    chosen = _choose(config, device, model)
+    if chosen == "torch" and config.tensor_parallel > 1 and (why := why_irregular(model)):
+        raise ConfigError(
+            f"tensor-parallel is {config.tensor_parallel}; with the torch kernels it must be 1 for "
+            f"this model: {why}"
+        )
+    return chosen
+
+
+def _choose(config: EngineConfig, device: torch.device, model: ModelConfig) -> Choice:
     fastest: Choice = "triton" if device.type == "cuda" else "native"
     chosen = fastest if config.kernels == "auto" else config.kernels
     if chosen == "native" and device.type == "cpu" and (reason := why_unusable()):
         raise ConfigError(
-            f"{reason}. Run `make` in the repository, or install the package again, or use "
-            "kernels=torch, which needs no native kernels but is many times slower"
+            f"{reason}. Run `make` in the repository, or install the package again. kernels=torch "
+            "needs no native kernels, but is many times slower"
         )
     reason = _why_not(chosen, config, device, model)
     if reason and config.kernels != "auto":
         raise ConfigError(f"kernels={chosen} cannot be used here: {reason}")
     if config.weights == "int8" and (reason or chosen != "native"):
         why = reason or f"the kernels here are {chosen}"
-        raise ConfigError(f"weights=int8 needs the native kernels: {why}")
+        raise ConfigError(f"weights=int8 needs native kernels: {why}")
     if reason:
         log.warning(
-            "the torch kernels are used, which are several times slower than the %s kernels (%s)",
+            "the %s kernels cannot be used here: %s. The torch kernels are used and are several "
+            "times slower",
             chosen,
             reason,
         )
@@ -80,8 +91,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
 
 def why_not_triton_model(model: ModelConfig) -> str:
     """Returns why the Triton kernels cannot compute a model, or an empty string if they can."""
-    if why := why_only_torch(model):
-        return why
+    if why := why_irregular(model):
+        return f"only the native and torch kernels compute this model: {why}"
     if model.is_parallel or model.centers_norms:
         return "only the native and torch kernels compute LayerNorms and parallel blocks"
     if model.norms_rotated_heads:

@@ -179,9 +179,9 @@ def _read(file: Path, config: ModelConfig) -> KeyChannels:
         )
         if channels.scales.shape != shape or not is_order or not (channels.scales > 0).all():
             raise ConfigError(
-                f"{file} does not belong to this model: its tensors order (of a head's channels) "
-                f"and scales (above 0) must have the shape {list(shape)} (layers, KV heads, head "
-                "size); remove the file, and the tensors are computed again"
+                f"{file} is damaged or belongs to another model: this model needs the tensors "
+                f"order and scales with the shape {list(shape)} (layers, KV heads, head size). "
+                "Remove the file; the worker then computes the tensors again"
             )
     return channels
 

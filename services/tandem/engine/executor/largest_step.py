@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 
 
@@ -13,9 +15,11 @@ def largest_step(
     block_size: int,
     blocks_max: int,
     num_groups: int,
+    state_groups: Collection[int] = (),
 ) -> tuple[StepBatch, int]:
     """Returns a step with as many tokens and sequences as the scheduler allows, and the number of
-    blocks that each KV group's pool needs for it.
+    blocks that each KV group's pool needs for it. The pools of `state_groups` need one slot for
+    each sequence.
 
     The first sequences have chunks of a prompt, the others decode one token each:
 
@@ -42,7 +46,9 @@ def largest_step(
         context_len = min(max_model_len, width * block_size) if length == 1 else length
         table = list(range(first, first + num_blocks))
         first += num_blocks
-        others = [table] * (num_groups - 1)
+        others = [
+            [len(slices)] if group in state_groups else table for group in range(1, num_groups)
+        ]
         # No CUDA graph replays a step whose hidden states are wanted. So the memory of a step that
         # is launched kernel by kernel is measured, also if it has few tokens.
         slices.append(

@@ -66,8 +66,8 @@ class RankMemory:
         except OSError as error:
             raise ConfigError(
                 f"tensor-parallel={num_ranks}: {size >> 30} GiB of address space cannot be mapped: "
-                f"{error}. Check the limit that `ulimit -v` shows; address space takes memory only "
-                "where it is used"
+                f"{error}. Check the limit that `ulimit -v` shows; unused address space takes no "
+                "memory"
             ) from error
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._address = self._bytes.ctypes.data
@@ -99,8 +99,8 @@ class RankMemory:
         count = prod(shape)
         if count * dtype.itemsize > self._place_bytes:
             raise MemoryError(
-                f"a tensor that the ranks exchange has {count * dtype.itemsize} bytes; it may have "
-                f"at most {self._place_bytes}; lower max-tokens-per-step"
+                f"a tensor for the exchange between ranks has {count * dtype.itemsize} bytes, but "
+                f"at most {self._place_bytes} bytes are allowed; lower max-tokens-per-step"
             )
         if not count:
             return torch.empty(tuple(shape), dtype=dtype)

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from tandem.engine.cache.layout.pool_memory import map_shared
 from tandem.engine.executor.native.decoder import SentStep
 from tandem.engine.executor.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.engine.executor.ranks.cores import pin_to_share
+from tandem.engine.executor.ranks.tier_copies import CopyServer
 from tandem.engine.executor.runner import LoadedAdapter, ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import TandemError
@@ -45,6 +47,9 @@ class Member:
         self.rank = settings.rank
         self._service = settings.service
         self._service_pipe: Connection[Any, Any] = Connection(settings.service_fd)
+        self._tier_memory_fd = settings.tier_memory_fd
+        self._tier_pipe: Connection[Any, Any] = Connection(settings.tier_fd)
+        self._copies: CopyServer | None = None  # of the KV tiers
         self._loaded: dict[str, LoadedAdapter] = {}
 
     def run(self) -> None:
@@ -70,6 +75,11 @@ class Member:
                     num_bytes = self._runner.blocks.num_bytes(block_ids)
                     data = (ctypes.c_uint8 * num_bytes).from_address(message.numbers_address)
                     self._runner.blocks.distribute(block_ids, np.ctypeslib.as_array(data))
+                case messages.ServeTiers(num_bytes):
+                    self._serve_tiers(num_bytes)
+                case messages.MarkWork(number):
+                    assert self._copies is not None
+                    self._copies.mark(number)
                 case messages.AddAdapter(digest):
                     self._runner.add_adapter(self._loaded.pop(digest))
                 case messages.DropAdapter(digest):
@@ -79,6 +89,11 @@ class Member:
         if self._service is not None:
             arguments = (self._runner, self._service_pipe)
             threading.Thread(target=self._service, args=arguments, daemon=True).start()
+
+    def _serve_tiers(self, num_bytes: int) -> None:
+        memory = np.frombuffer(map_shared(self._tier_memory_fd, num_bytes), np.uint8)
+        self._copies = self._runner.copy_server(memory)
+        self._copies.start(self._tier_pipe)
 
     def _load_adapters(self) -> None:
         """Loads adapters while steps run. Ends the process when rank 0 has ended."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from tandem.common.config.engine import EngineConfig
@@ -39,24 +40,31 @@ from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.ranks.members import Members
 from tandem.engine.executor.ranks.pool_bytes import RankPoolBytes
 from tandem.engine.executor.ranks.shared_memory import SharedMemoryCollectives
+from tandem.engine.executor.ranks.tier_copies import (
+    CopyServer,
+    RankBlocks,
+    RankCopies,
+    memory_bytes,
+)
 from tandem.engine.executor.step_tokens import default_step_tokens
 from tandem.engine.executor.torch.steps import DecoderSteps, TorchSteps
 from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
 from tandem.engine.executor.weights.share import Share, share_of_lora
-from tandem.engine.runner_protocol import DrawnTokens
-from tandem.engine.scheduler.batch import StepBatch
-from tandem.errors import ConfigError
-from tandem.models.folder import ModelFolder
-from tandem.models.limits import check_settings, max_context
-from tandem.models.memory import (
+from tandem.engine.memory import (
     Need,
     keeps_quantized,
     read_memory,
     why_too_much,
     worker_need,
 )
+from tandem.engine.runner_protocol import DrawnTokens
+from tandem.engine.scheduler.batch import StepBatch
+from tandem.engine.tiers.storage import Bytes
+from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
+from tandem.models.limits import check_settings, max_context
 from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
@@ -197,6 +205,8 @@ class ModelRunner:
             )
         if model.has_states:
             self.why_no_budgets = "some layers of the model keep a state in place of KV"
+        if model.index_keys is not None:
+            self.why_no_budgets = "the model has sparse attention"
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
         self._drawn = HostTokens([])
@@ -207,16 +217,10 @@ class ModelRunner:
         self._has_own_pool = self.num_pools > 1
         if self._has_own_pool and kernels == "native":
             raise ConfigError(
-                "ranks-own-pools: native kernels need one KV pool for all ranks; set kernels to "
-                "torch"
+                "ranks-own-pools cannot be used with native kernels, because native kernels need "
+                "one KV pool for all ranks; set kernels to torch"
             )
         self._own_config = Share(rank, config.tensor_parallel).config(model)
-        if self._has_own_pool and config.has_tiers:
-            raise ConfigError(
-                f"KV tiers ({', '.join(config.tiers)}) cannot be used with tensor-parallel "
-                f"{config.tensor_parallel} if each rank has a KV pool of its own, as on GPUs; set "
-                "tensor-parallel to 1, or remove the KV tiers"
-            )
         # Ranks that share a GPU would measure each other's memory.
         self._gpu = (
             GpuMemory(self.device, config) if is_cuda and not config.ranks_share_gpu else None
@@ -401,17 +405,22 @@ class ModelRunner:
 
     def _measure(self, gpu: GpuMemory, step_tokens: int) -> None:
         """Measures the largest step and the graphs on a scratch pool, and frees the pool."""
+        one = self._own_layout()
+        state_bytes = sum(one.groups[number].layout.block_bytes for number in one.state_groups)
+        blocks_bytes = gpu.scratch_bytes - self._num_seqs_max * state_bytes
         batch, num_blocks = largest_step(
             step_tokens,
             self._num_seqs_max,
             max_model_len=self.max_model_len,
             block_size=self._block_size,
-            blocks_max=self._least(gpu.scratch_bytes // self._own_layout().block_bytes),
-            num_groups=len(self.layout().groups),
+            blocks_max=self._least(max(0, blocks_bytes) // (one.block_bytes - state_bytes)),
+            num_groups=len(one.groups),
+            state_groups=one.state_groups,
         )
         draws = [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)] * len(batch.slices)
-        layout = self._own_layout(*[num_blocks] * len(self.layout().groups))
-        pools = self._make_pools(layout)[1]
+        num_slots = len(batch.slices)
+        sizes = [num_slots if group.has_states else num_blocks for group in one.groups]
+        pools = self._make_pools(self._own_layout(*sizes))[1]
         triton = self._triton
         if triton is None:
             gpu.measure(
@@ -448,6 +457,34 @@ class ModelRunner:
                 self._triton.prepare(without_states(self.pools))
         if self._gpu is not None:
             self._gpu.end()
+
+    def tier_blocks(self, config: EngineConfig) -> Sequence[RankBlocks]:
+        """Returns the blocks of the pools of all ranks, through which KV tiers copy them, for each
+        KV group. Only if each rank has a pool. Raises ConfigError."""
+        assert self._members is not None
+        num_bytes = memory_bytes(self.whole_layout, config)
+        fd = self._members.tier_memory_fd
+        memory = np.frombuffer(size_shared(fd, num_bytes), np.uint8)
+        server = self.copy_server(memory)
+        post = self._members.memory.post
+        post(messages.ServeTiers(num_bytes))
+
+        def mark(number: int) -> None:
+            server.mark(number)
+            post(messages.MarkWork(number))
+
+        copies = RankCopies(memory, self._members.tier_pipes, mark)
+        server.start(copies.own_end)
+        return [
+            RankBlocks(copies, number, group.layout.block_bytes)
+            for number, group in enumerate(self.whole_layout.groups)
+        ]
+
+    def copy_server(self, memory: Bytes) -> CopyServer:
+        """Returns what copies this rank's heads between its pools and the memory of the tiers."""
+        return CopyServer(
+            self.kv, self.whole_layout, memory, rank=self.rank, num_ranks=self.num_pools
+        )
 
     def _make_pools(self, layout: KvLayout) -> tuple[torch.Tensor, list[Pool]]:
         """Returns the memory of all pools, and the pools."""
@@ -614,8 +651,7 @@ def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
         return fixed_scales(folder)
     if folder.config.has_kv_scales:
         log.warning(
-            "the checkpoint's KV scales are not used: they are for kv-dtype fp8_e4m3, and kv-dtype "
-            "is %s",
+            "the checkpoint's KV scales for kv-dtype fp8_e4m3 are not used, because kv-dtype is %s",
             kv_dtype,
         )
     return None
@@ -638,8 +674,8 @@ def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if num_gpus < num_ranks and not config.ranks_share_gpu:
         raise ConfigError(
-            f"tensor-parallel is {num_ranks}, but this process sees {num_gpus} GPUs, and each rank "
-            "needs its own; lower tensor-parallel, or check CUDA_VISIBLE_DEVICES"
+            f"tensor-parallel is {num_ranks}, but this process has only {num_gpus} GPUs for the "
+            "ranks; lower tensor-parallel, or check CUDA_VISIBLE_DEVICES"
         )
     device = torch.device(wanted, 0 if config.ranks_share_gpu else rank)
     torch.cuda.set_device(device)  # Triton launches kernels on the thread's current device

@@ -41,8 +41,8 @@ def check_spec(
     num_tokens = len(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= num_tokens:
         raise BadRequest(
-            f"num_prompt_tokens is {spec.num_prompt_tokens}; it must be at least 1 and at most "
-            f"the {num_tokens} tokens that were sent",
+            f"num_prompt_tokens is {spec.num_prompt_tokens}; it must be from 1 to {num_tokens}, "
+            "the number of sent tokens",
             param="prompt",
         )
     if min(spec.token_ids) < 0 or max(spec.token_ids) >= vocab_size:
@@ -110,21 +110,22 @@ def _check_budget(budget: KvBudget, layout: KvLayout, why_no_budgets: str) -> No
     if all(group.window is not None for group in layout.groups):
         why_no_budgets = "all layers of the model already have a sliding window"
     if why_no_budgets:
-        raise BadRequest(f"kv_budget is not supported here: {why_no_budgets}", param="kv_budget")
+        raise BadRequest(f"kv_budget is not supported: {why_no_budgets}", param="kv_budget")
     check_budget(budget)
     if not budget.keeps_hitters:
         return
     if layout.has_windows:
         raise BadRequest(
-            f"kv_budget is not supported here with the policy {budget.policy}: some layers of the "
-            "model have a sliding window",
+            f"kv_budget with the policy {budget.policy} is not supported: some layers of the model "
+            "have a sliding window",
             param="kv_budget",
         )
     least = least_tokens(budget.sinks, layout.block_size)
     if budget.tokens < least:
         raise BadRequest(
-            f"kv_budget has {budget.tokens} tokens; it must have at least {least} for the policy "
-            f"{budget.policy}, {budget.sinks} sinks and KV blocks of {layout.block_size} tokens",
+            f"kv_budget has {budget.tokens} tokens, but the policy {budget.policy} with "
+            f"{budget.sinks} sinks needs at least {least} tokens (KV blocks have "
+            f"{layout.block_size} tokens)",
             param="kv_budget",
         )
 

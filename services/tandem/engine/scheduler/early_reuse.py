@@ -4,6 +4,9 @@ blocks of a prefix that both have. Once these blocks are cached, the waiting seq
     WAITING --the blocks are in the pool--> admitted; reuses the blocks
             `--the other sequence has ended, or the wait was too long--> admitted; computes them
 
+With states, it is not enough that a block is stored: the waiting sequence waits only if the other
+one will freeze its states within the common prefix.
+
 No cycle of waits is possible on one worker. A sequence waits only for sequences that hold blocks
 (RUNNING, LOADING or awaiting KV from a peer), and a waiting sequence holds none. A cycle over two
 workers, which prefill for each other, is not possible either: a sequence that prefills for a peer
@@ -16,7 +19,7 @@ from itertools import takewhile
 
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.loads import is_awaited
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import Sequence, Status
 from tandem.engine.types import Mode
 
 
@@ -44,9 +47,10 @@ class EarlyReuse:
         if not self.wait_max_s:
             return False
         hashes = sequence.reusable_hashes
-        comes = any(_computes_next_of(other, hashes) for other in running)
+        depth = self._kv.match(hashes) if self._kv.has_states else 0
+        comes = any(_brings_next_of(other, hashes, depth) for other in running)
         if not comes and sequence.mode is not Mode.PREFILL_ONLY:
-            comes = any(_pulls_most_of(other, hashes) for other in awaiting)
+            comes = any(_pulls_most_of(other, hashes, depth) for other in awaiting)
         if not comes:
             return False
         sequence.shared_since = sequence.shared_since or self.clock()
@@ -80,23 +84,35 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
     return next((s for s in others if sequence.fork_part(s, depth)), None)
 
 
-def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether the next block that `other` stores is one of the blocks `hashes`. Then all
-    blocks before it are common to both sequences too, because a block's hash covers the blocks
-    before it."""
-    first = other.num_stored_blocks
+def _brings_next_of(other: Sequence, hashes: list[bytes], depth: int) -> bool:
+    """Returns whether a request with the blocks `hashes` can resume where `other` next makes it
+    possible, after more than the first `depth` blocks. Then all blocks before this point are common
+    to both sequences, because a block's hash covers the blocks before it."""
+    comes = _next_depth(other)
     theirs = other.block_hashes
-    return first < min(len(hashes), len(theirs)) and hashes[first] == theirs[first]
+    is_later = depth < comes <= min(len(hashes), len(theirs))
+    return is_later and hashes[comes - 1] == theirs[comes - 1]
 
 
-def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
+def _next_depth(other: Sequence) -> int:
+    """Returns the number of leading blocks after which requests will be able to resume next,
+    because `other` computes or pulls them. With states, this is where its states are frozen, and 0
+    if it pulls only its running states."""
+    if other.checkpoints is None:
+        return other.num_stored_blocks + 1
+    if other.status is Status.WAITING_FOR_KV:
+        return other.num_prefix_blocks
+    return other.next_checkpoint // other.block_size
+
+
+def _pulls_most_of(other: Sequence, hashes: list[bytes], depth: int) -> bool:
     """Returns whether it pays to wait for the blocks that `other` pulls.
 
     All blocks of a pull become usable at the same time, when the last one has arrived. So waiting
     pays only if at least half of the missing blocks are common to both sequences. If one sequence
     is missing 10 blocks and the other 12, at least 6 must be common.
     """
-    if not _computes_next_of(other, hashes):
+    if not _brings_next_of(other, hashes, depth):
         return False
     num_longer = max(len(hashes), len(other.block_hashes)) - other.num_stored_blocks
     return 2 * _num_to_come(other, hashes) >= num_longer
@@ -104,7 +120,10 @@ def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
 
 def _num_to_come(other: Sequence, hashes: list[bytes]) -> int:
     """Returns how many leading blocks `hashes` and `other` have in common, without those that
-    `other` has stored already."""
+    `other` has stored already. With states, returns how many of the blocks that `other` pulls come
+    before a state."""
+    if other.checkpoints is not None:
+        return _next_depth(other) - other.num_stored_blocks
     pairs = zip(other.block_hashes, hashes, strict=False)
     return (
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - other.num_stored_blocks

@@ -308,6 +308,8 @@ class Scheduler:
                 num_tokens=sequence.num_tokens,
                 resume=start.resume,
                 sources=start.sources,
+                taken=start.taken,
+                checkpoint=start.checkpoint,
                 budget=sequence.spec.kv_budget,
                 loaded=sequence.loading.end,
             )
@@ -388,15 +390,22 @@ class Scheduler:
         parent = find_parent(sequence, self.running, depth)
         part = self._kv.find_partial_block(*sequence.reusable_part(depth))
         # Tries to start with a copy of the partly matching block. If that fails, tries without it,
-        # because the pool may have to evict this block to make room. Frozen states must be copied.
-        for each in (part,) if self._kv.has_states else (part, None):
-            start = sequence.plan(depth, parent, each)
+        # because the pool may have to evict this block to make room. Without frozen states a
+        # sequence cannot start here, so it takes their slots if there are no others.
+        starts = [sequence.plan(depth, parent, part)]
+        if not self._kv.has_states:
+            starts.append(sequence.plan(depth, parent))
+        elif starts[0].sources:
+            starts.append(starts[0].taking_states())
+        for start in starts:
             if self._kv.can_reserve(
                 hashes,
                 depth,
                 num_tokens=sequence.num_tokens,
                 resume=start.resume,
                 sources=start.sources,
+                taken=start.taken,
+                checkpoint=start.checkpoint,
                 budget=sequence.spec.kv_budget,
             ):
                 return start

@@ -48,21 +48,27 @@ def make_tiers(
     memory: torch.Tensor,
     identity: str,
     start_thread: Callable[[str], JobThread] = IoThread,
+    rank_blocks: Callable[[EngineConfig], Sequence[DeviceBlocks]] | None = None,
 ) -> Tiers:
     """Returns the tiers of an engine.
 
     `memory` holds all KV pools, in any shape and dtype. `identity` names everything on which the KV
-    depends. Raises ConfigError for settings that tiers do not support.
+    depends. If each of several ranks has a KV pool with its own heads, `memory` is not used, and
+    `rank_blocks` returns the blocks of each KV group. Raises ConfigError for settings that tiers do
+    not support.
     """
     layout = kv.layout
     if not config.has_tiers:
         none = [BlocksInPlace(np.empty((0, 0), np.uint8)) for _ in kv.pools]
         return Tiers(kv.pools, layout, none, [], start_thread)
-    pools = torch.split(memory.view(-1).view(torch.uint8), _pool_bytes(layout))
-    blocks = [
-        device_blocks(pool.view(-1, group.layout.block_bytes))
-        for pool, group in zip(pools, layout.groups, strict=True)
-    ]
+    if rank_blocks is not None:
+        blocks = rank_blocks(config)
+    else:
+        pools = torch.split(memory.view(-1).view(torch.uint8), _pool_bytes(layout))
+        blocks = [
+            device_blocks(pool.view(-1, group.layout.block_bytes))
+            for pool, group in zip(pools, layout.groups, strict=True)
+        ]
     identity = f"{identity} {layout.describe()}"
     names = [f"{identity} group {n}" if n else identity for n in range(len(layout.groups))]
     seals = [make_seal(config.kv_key_file, name) for name in names]

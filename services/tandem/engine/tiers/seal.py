@@ -87,13 +87,17 @@ class Encrypted:
         cipher = self._ciphers.get(head[:_ID_BYTES])
         if cipher is None:
             key_id = head[:_ID_BYTES].hex()
-            raise BadBlock(f"it is encrypted with key {key_id}, which is not in kv-key-file")
+            raise BadBlock(
+                f"the block is encrypted with key {key_id}, but kv-key-file lacks this key"
+            )
         about = self._about(block_hash)
         body = sealed[_HEAD_BYTES:].data
         try:
             cipher.decrypt_into(head[_ID_BYTES:], body, about, target.data)
         except (InvalidTag, ValueError) as error:
-            raise BadBlock("it cannot be decrypted: its bytes have changed") from error
+            raise BadBlock(
+                "the block cannot be decrypted, because bytes of the block have changed"
+            ) from error
 
     def _about(self, block_hash: bytes) -> bytes:
         return block_hash + self._identity
@@ -114,14 +118,14 @@ def read_keys(path: Path) -> list[bytes]:
         raise ConfigError(f"kv-key-file {path} cannot be read: {error}") from error
     if mode & 0o007:
         raise ConfigError(
-            f"kv-key-file {path}: its mode is {mode & 0o777:o}, so every user of this machine has "
-            f"access to it; run chmod o= {path}"
+            f"every user of this machine has access to kv-key-file {path} (mode {mode & 0o777:o}); "
+            f"run chmod o= {path}"
         )
     lines = text.split()
     if not lines or not all(re.fullmatch("[0-9a-fA-F]{64}", line) for line in lines):
         raise ConfigError(
-            f"kv-key-file {path}: it must have a key of 64 hexadecimal digits on each line "
-            "(openssl rand -hex 32)"
+            f"kv-key-file {path} must have a key of 64 hexadecimal digits on each line. `openssl "
+            "rand -hex 32` makes a key"
         )
     return [bytes.fromhex(line) for line in lines]
 

@@ -53,8 +53,8 @@ def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:
         )
         if config.num_layers > len(stored):
             raise UnsupportedModel(
-                f"the config has {config.num_layers} layers, which need at least one tensor each, "
-                f"but the checkpoint has only {len(stored)} tensors"
+                f"the checkpoint has only {len(stored)} tensors, too few for the "
+                f"{config.num_layers} layers of the config; each layer needs at least one tensor"
             )
         shapes = expected_shapes(config, stored)
         if is_gguf:
@@ -101,8 +101,8 @@ def _forms(
         first = _forms_of(EMBEDDING, shapes[EMBEDDING], stored, config)
         if again.keys() & stored.keys() and _parts(again) != _parts(first):
             raise UnsupportedModel(
-                f"tie_word_embeddings is true, but only one of {OUTPUT} and {EMBEDDING} is "
-                "quantized, so they are different matrices; set tie_word_embeddings to false"
+                f"tie_word_embeddings is true, but {OUTPUT} and {EMBEDDING} are different "
+                "matrices: only one matrix is quantized. Set tie_word_embeddings to false"
             )
         forms |= {name: replace(form, is_optional=True) for name, form in again.items()}
     return forms

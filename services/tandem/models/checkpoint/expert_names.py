@@ -60,17 +60,23 @@ _PLACES: dict[ExpertForm, str] = {
     "qwen": "mlp",
     "deepseek": "mlp",
     "llama4": "mlp",
+    "granite": "mlp",
+    "nemotron": "mlp",
 }
-_PARTS: dict[ExpertForm, tuple[str, str, str]] = {
+_PARTS: dict[ExpertForm, tuple[str, ...]] = {
     "mixtral": ("w1", "w3", "w2"),
     "qwen": ("gate_proj", "up_proj", "down_proj"),
     "deepseek": ("gate_proj", "up_proj", "down_proj"),
     "llama4": ("gate_proj", "up_proj", "down_proj"),
+    "granite": ("gate_proj", "up_proj", "down_proj"),
+    "nemotron": ("up_proj", "down_proj"),
 }
 
 
 def shared_mlp(experts: Experts) -> str:
     """Returns the name of the MLP that all tokens use."""
+    if experts.has_own_norms:
+        return "mlp"
     return "mlp.shared_expert" if experts.has_shared_gate else "mlp.shared_experts"
 
 
@@ -114,11 +120,11 @@ class ExpertNames:
         """Names of the stacked tensors: (gate_up, down), or (gate, up, down) in GGUF files."""
         return _OF_GGUF if self.is_gguf else STACKED_EXPERTS
 
-    def parts(self, expert: int) -> tuple[str, str, str]:
-        """Returns the names of an expert's gate, up and down matrices."""
+    def parts(self, expert: int) -> tuple[str, ...]:
+        """Returns the names of an expert's gate, up and down matrices. Experts of Nemotron-H have
+        no gate."""
         place = f"{_PLACES[self.form]}.experts.{expert}"
-        gate, up, down = _PARTS[self.form]
-        return f"{place}.{gate}.weight", f"{place}.{up}.weight", f"{place}.{down}.weight"
+        return tuple(f"{place}.{part}.weight" for part in _PARTS[self.form])
 
     def shapes(self, experts: Experts, hidden: int) -> Shapes:
         shapes: Shapes = {f"{self.router}.weight": (experts.num, hidden)}
@@ -145,8 +151,8 @@ class ExpertNames:
                 shapes |= {name: (experts.num, *shapes[name][:0:-1]) for name in self.stacked}
             return shapes
         for expert in range(experts.num):
-            gate, up, down = self.parts(expert)
-            shapes[gate] = shapes[up] = (experts.inner, hidden)
+            *first, down = self.parts(expert)
+            shapes |= dict.fromkeys(first, (experts.inner, hidden))
             shapes[down] = (hidden, experts.inner)
         return shapes
 
@@ -156,7 +162,7 @@ class ExpertNames:
             return shapes | {name: (num, num_in, num_out)}
         if num_in % MXFP4_BLOCK:
             raise UnsupportedModel(
-                f"the experts have {num_in} inputs; in MXFP4 this must be a multiple of "
-                f"{MXFP4_BLOCK}"
+                f"the experts have {num_in} inputs; in MXFP4 the number of inputs must be a "
+                f"multiple of {MXFP4_BLOCK}"
             )
         return shapes | {name: (num, num_out, num_in)}

@@ -41,8 +41,9 @@ def place_of_scale(name: str) -> Place | None:
 
 
 def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, StoredScale]:
-    """Finds the K and V scales of all layers in the headers of safetensors files. Returns {} for
-    GGUF files, and if neither the files nor the config have KV scales.
+    """Finds the K and V scales of all layers that have KV of their own in the headers of
+    safetensors files. Returns {} for GGUF files, and if neither the files nor the config have KV
+    scales.
 
     Raises UnsupportedModel for a scale that is missing or is not a single number, and ConfigError
     naming a file that is truncated or invalid."""
@@ -63,11 +64,17 @@ def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, St
             found[place] = StoredScale(file, name)
     if not found and not config.has_kv_scales:
         return {}
-    wanted = [(layer, which) for layer in range(config.num_layers) for which in "kv"]
+    wanted = [
+        (number, which)
+        for number, layer in enumerate(config.layers)
+        if layer.has_attention and layer.kv_source is None
+        for which in "kv"
+    ]
     if missing := [place for place in wanted if place not in found]:
         layer, which = missing[0]
         raise UnsupportedModel(
             f"{files[0].parent}: the checkpoint lacks {which}_scale of layer {layer}; kv-dtype "
-            "fp8_e4m3 needs k_scale and v_scale of all layers, so add them, or set another kv-dtype"
+            "fp8_e4m3 needs k_scale and v_scale of all layers with KV, so add them, or set another "
+            "kv-dtype"
         )
     return {place: found[place] for place in wanted}

@@ -19,6 +19,14 @@ self_attn.o_proj.weight               [hidden, heads * value]             always
 q_a_proj, kv_a_proj_with_mqa and o_proj may have a bias, whose shape is the first size of the
 weight.
 
+A layer with an indexer (`Indexer`) has these tensors in addition:
+
+name                                  shape
+self_attn.indexer.wq_b.weight         [index heads * index dim, q rank]
+self_attn.indexer.wk.weight           [index dim, hidden]
+self_attn.indexer.k_norm.weight       [index dim], and a bias of this shape
+self_attn.indexer.weights_proj.weight [index heads, hidden]
+
 A layer with linear attention (`GatedDelta`) has the following tensors. The outputs of joined
 matrices are ordered by key head: for each key head q, k, v and z, and b and a. Otherwise the q of
 all heads come first, then their k, then v.
@@ -34,6 +42,23 @@ linear_attn.conv1d.weight             [channels, 1, kernel]
 linear_attn.A_log, linear_attn.dt_bias  [value heads]
 linear_attn.norm.weight               [value dim]
 linear_attn.out_proj.weight           [hidden, value heads * value dim]
+
+OLMo Hybrid has {q,k,v,g,b,a}_proj.weight in place of in_proj, where g is z, and
+{q,k,v}_conv1d.weight in place of conv1d.
+
+A layer with Mamba 2 or a short convolution has the following tensors. "outputs" is `num_outputs`.
+With Mamba 2, the outputs of in_proj are the gates z [outputs], the channels, and dt [heads]; of a
+short convolution they are B, C and x.
+
+name                                          shape                                   present
+linear_attn.in_proj.weight                    [2 * outputs + B and C + heads, hidden] Mamba 2
+                                              [3 * outputs, hidden]                   otherwise
+linear_attn.conv1d.weight                     [channels, 1, kernel]
+linear_attn.{A_log,D,dt_bias}                 [heads]                                 Mamba 2
+linear_attn.norm.weight                       [outputs]                               has_norm
+linear_attn.out_proj.weight                   [hidden, outputs]
+
+in_proj, conv1d and out_proj may have a bias.
 """
 
 from __future__ import annotations
@@ -42,9 +67,10 @@ from collections.abc import Collection
 
 from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.expert_names import ExpertNames, Shapes, shared_mlp
+from tandem.models.config.gemma3n import AltUp
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2, ShortConv
 from tandem.models.config.model import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -54,8 +80,12 @@ FINAL_NORM = "model.norm.weight"
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 LAYER_PROJECTION = "model.per_layer_model_projection.weight"
 LAYER_NORM = "model.per_layer_projection_norm.weight"
+# Beginnings of the names of matrices that make copies of the residual stream and merge them
+# (`AltUp`). A number follows.
+COPY_PROJECTIONS = "model.altup_projections"
+MERGE_PROJECTIONS = "model.altup_unembed_projections"
 # Value of `ModelConfig.norms` -> (field of LayerWeights -> name of the norm in checkpoints).
-NORMS = {
+NORMS: dict[str, dict[str, str]] = {
     "before": {
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
@@ -78,6 +108,14 @@ NORMS = {
         "mlp_post_norm": "post_mlp_layernorm",
     },
 }
+# Field of ExpertWeights -> name of the norm, and two factors (`Experts.has_own_norms`).
+EXPERT_NORMS = {
+    "input_norm": "pre_feedforward_layernorm_2",
+    "output_norm": "post_feedforward_layernorm_2",
+    "shared_output_norm": "post_feedforward_layernorm_1",
+}
+ROUTER_SCALE = "router.scale"  # the weights of the router's norm, times the root of hidden
+EXPERT_SCALES = "router.per_expert_scale"
 _WHOLE, _KEYS, _VALUES = (f"self_attn.{part}_b_proj.weight" for part in ("kv", "k", "v"))
 
 
@@ -94,23 +132,29 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
         shapes[LAYER_EMBEDDING] = (config.per_layer_inputs.vocab_size, width)
         shapes[LAYER_PROJECTION] = (width, hidden)
         shapes[LAYER_NORM] = (config.per_layer_inputs.size,)
+    if config.alt_up is not None:
+        shapes |= {
+            f"{name}.{at}.weight": (hidden, hidden)
+            for name in (COPY_PROJECTIONS, MERGE_PROJECTIONS)
+            for at in range(config.alt_up.num - 1)
+        }
     names = ExpertNames.of(config, stored)
     if not names.is_stacked and _num_experts(config) > len(stored):
         raise UnsupportedModel(
-            f"the config has {_num_experts(config)} experts in all layers together, which need at "
-            f"least one tensor each, but the checkpoint has only {len(stored)} tensors"
+            f"the checkpoint has only {len(stored)} tensors, too few for the "
+            f"{_num_experts(config)} experts of the config; each expert needs at "
+            "least one tensor"
         )
     for i, spec in enumerate(config.layers):
-        layer = _norm_shapes(config) | (
-            _delta_shapes(spec.linear, hidden, f"model.layers.{i}.linear_attn", stored)
-            if spec.linear
-            else _attention_shapes(config, spec, f"model.layers.{i}", stored)
-        )
-        layer |= (
-            names.shapes(spec.experts, hidden)
-            if spec.experts
-            else _mlp_shapes(config, inner=spec.inner or 0)
-        )
+        layer: Shapes = {f"{name}.weight": (hidden,) for name in norm_names(config, spec).values()}
+        if spec.linear is not None:
+            layer |= _state_shapes(spec.linear, hidden, f"model.layers.{i}.linear_attn", stored)
+        if spec.has_attention:
+            layer |= _attention_shapes(config, spec, f"model.layers.{i}", stored)
+        if spec.experts:
+            layer |= names.shapes(spec.experts, hidden)
+        elif spec.has_mlp:
+            layer |= _mlp_shapes(config, inner=spec.inner or 0)
         if config.has_layer_scalars:
             layer["layer_scalar"] = (1,)
         if config.per_layer_inputs is not None:
@@ -118,8 +162,13 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             layer["per_layer_input_gate.weight"] = (size, hidden)
             layer["per_layer_projection.weight"] = (hidden, size)
             layer["post_per_layer_input_norm.weight"] = (hidden,)
+        if config.alt_up is not None:
+            layer |= _alt_up_shapes(config.alt_up, hidden)
         if spec.experts and spec.experts.shared_inner:
             layer |= _mlp_shapes(config, shared_mlp(spec.experts), spec.experts.shared_inner)
+        if spec.experts and spec.experts.has_own_norms:
+            layer |= {f"{name}.weight": (hidden,) for name in EXPERT_NORMS.values()}
+            layer |= {ROUTER_SCALE: (hidden,), EXPERT_SCALES: (spec.experts.num,)}
         if spec.experts and spec.experts.has_shared_gate:
             layer["mlp.shared_expert_gate.weight"] = (1, hidden)
         shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
@@ -130,18 +179,52 @@ def _num_experts(config: ModelConfig) -> int:
     return sum(spec.experts.num for spec in config.layers if spec.experts)
 
 
-def _norm_shapes(config: ModelConfig) -> Shapes:
-    return {f"{name}.weight": (config.hidden_size,) for name in NORMS[config.norms].values()}
+def norm_names(config: ModelConfig, spec: LayerSpec) -> dict[str, str]:
+    """Maps the fields of `LayerWeights` that are norms of a layer to their names in checkpoints."""
+    mixes = spec.has_attention or spec.linear is not None
+    if config.norms == "single":
+        return {"attention_norm" if mixes else "mlp_norm": "norm"}
+    if config.norms != "after_attention":
+        return NORMS[config.norms]
+    return NORMS["after" if spec.has_attention else "before"]
+
+
+def _state_shapes(
+    sizes: LinearAttention, hidden: int, layer: str, stored: Collection[str]
+) -> Shapes:
+    """Returns the shapes of a layer's linear attention: the tables in this module's docstring.
+    `layer` is the beginning of the tensors' names."""
+    if isinstance(sizes, GatedDelta):
+        return _delta_shapes(sizes, hidden, layer, stored)
+    num_first = 3 * sizes.num_outputs
+    shapes: Shapes = {"linear_attn.conv1d.weight": (sizes.num_channels, 1, sizes.kernel)}
+    has_conv_bias = sizes.has_biases if isinstance(sizes, ShortConv) else sizes.has_conv_bias
+    if has_conv_bias:
+        shapes["linear_attn.conv1d.bias"] = (sizes.num_channels,)
+    if isinstance(sizes, Mamba2):
+        num_first = sizes.num_outputs + sizes.num_channels + sizes.num_heads
+        for name in ("A_log", "D", "dt_bias"):
+            shapes[f"linear_attn.{name}"] = (sizes.num_heads,)
+        if sizes.has_norm:
+            shapes["linear_attn.norm.weight"] = (sizes.num_outputs,)
+    return shapes | _linear_shapes(
+        {
+            "linear_attn.in_proj": (num_first, hidden, sizes.has_biases),
+            "linear_attn.out_proj": (hidden, sizes.num_outputs, sizes.has_biases),
+        }
+    )
 
 
 def _delta_shapes(sizes: GatedDelta, hidden: int, layer: str, stored: Collection[str]) -> Shapes:
     """Returns the shapes of a layer's linear attention: the table in this module's docstring. The
     names in `stored` decide whether q, k, v and z are one matrix."""
     num_values = sizes.num_value_heads * sizes.value_dim
+    if sizes.form == "apart":
+        return _apart_shapes(sizes, hidden)
     outputs = {"qkv": sizes.num_channels, "z": num_values}
-    if sizes.is_joined and f"{layer}.in_proj_qkv.weight" not in stored:
+    if sizes.form == "joined" and f"{layer}.in_proj_qkv.weight" not in stored:
         outputs = {"qkvz": sizes.num_channels + num_values}
-    if sizes.is_joined:
+    if sizes.form == "joined":
         outputs["ba"] = 2 * sizes.num_value_heads
     else:
         outputs |= dict.fromkeys("ba", sizes.num_value_heads)
@@ -156,6 +239,22 @@ def _delta_shapes(sizes: GatedDelta, hidden: int, layer: str, stored: Collection
     }
 
 
+def _apart_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
+    shapes: Shapes = {}
+    for part, num in zip("qkv", sizes.sections, strict=True):
+        shapes[f"linear_attn.{part}_proj.weight"] = (num, hidden)
+        shapes[f"linear_attn.{part}_conv1d.weight"] = (num, 1, sizes.kernel)
+    for name in ("A_log", "dt_bias"):
+        shapes[f"linear_attn.{name}"] = (sizes.num_value_heads,)
+    for part in "ba":
+        shapes[f"linear_attn.{part}_proj.weight"] = (sizes.num_value_heads, hidden)
+    return shapes | {
+        "linear_attn.g_proj.weight": (sizes.num_outputs, hidden),
+        "linear_attn.norm.weight": (sizes.value_dim,),
+        "linear_attn.out_proj.weight": (hidden, sizes.num_outputs),
+    }
+
+
 def _attention_shapes(
     config: ModelConfig, spec: LayerSpec, layer: str, stored: Collection[str]
 ) -> Shapes:
@@ -165,7 +264,8 @@ def _attention_shapes(
     heads = config.heads_of(spec)
     head_dim = heads.dim
     if config.latent is not None:
-        return _latent_shapes(config, config.latent, layer, stored)
+        of_latent = _latent_shapes(config, config.latent, layer, stored)
+        return of_latent | _indexer_shapes(config, config.latent, spec)
     q_size = config.num_attention_heads * head_dim
     kv_size = heads.num_kv * head_dim
     value_dim = config.value_dim or head_dim
@@ -182,6 +282,8 @@ def _attention_shapes(
         if not spec.values_are_keys:
             linears["self_attn.v_proj"] = (heads.num_kv * value_dim, hidden, config.qkv_bias)
     shapes: Shapes = {}
+    if config.has_head_gates:
+        shapes["self_attn.g_proj.weight"] = (config.num_attention_heads, hidden)
     if config.has_sinks and not spec.lacks_sinks:
         shapes["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm and config.qk_norm != "rotated_plain":
@@ -225,6 +327,33 @@ def _latent_shapes(
     return shapes
 
 
+def _indexer_shapes(config: ModelConfig, latent: Latent, spec: LayerSpec) -> Shapes:
+    if (indexer := spec.indexer) is None:
+        return {}
+    assert latent.q_rank is not None
+    shapes: Shapes = {
+        "wq_b.weight": (indexer.num_heads * indexer.dim, latent.q_rank),
+        "wk.weight": (indexer.dim, config.hidden_size),
+        "k_norm.weight": (indexer.dim,),
+        "k_norm.bias": (indexer.dim,),
+        "weights_proj.weight": (indexer.num_heads, config.hidden_size),
+    }
+    return {f"self_attn.indexer.{name}": shape for name, shape in shapes.items()}
+
+
+def _alt_up_shapes(sizes: AltUp, hidden: int) -> Shapes:
+    return {
+        "altup.correct_output_scale": (hidden,),
+        "altup.correction_coefs.weight": (sizes.num, sizes.num),
+        "altup.prediction_coefs.weight": (sizes.num**2, sizes.num),
+        "altup.modality_router.weight": (sizes.num, hidden),
+        "altup.router_norm.weight": (hidden,),
+        "laurel.linear_left.weight": (sizes.laurel_rank, hidden),
+        "laurel.linear_right.weight": (hidden, sizes.laurel_rank),
+        "laurel.post_laurel_norm.weight": (hidden,),
+    }
+
+
 def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shapes:
     hidden = config.hidden_size
     has_bias = config.mlp_bias
@@ -232,6 +361,8 @@ def _mlp_shapes(config: ModelConfig, name: str = "mlp", inner: int = 0) -> Shape
     linears = {f"{name}.down_proj": (hidden, inner, has_bias)}
     if config.has_fused_mlp:
         linears[f"{name}.gate_up_proj"] = (2 * inner, hidden, has_bias)
+    elif not config.has_gates:
+        linears[f"{name}.up_proj"] = (inner, hidden, has_bias)
     else:
         linears[f"{name}.gate_proj"] = linears[f"{name}.up_proj"] = (inner, hidden, has_bias)
     return _linear_shapes(linears)

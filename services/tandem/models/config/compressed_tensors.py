@@ -62,7 +62,7 @@ def read_compressed_tensors(given: Mapping[str, Any]) -> Quantization | None:
     demand(given.get("sparsity_config") or {}, "format", (None, "dense"), "sparsity_config.format")
     groups = demand_object(given.get("config_groups"), "config_groups")
     if not groups:
-        raise refusal("config_groups", groups, "it must have at least one group")
+        raise refusal("config_groups", groups, "config_groups must have at least one group")
     schemes: dict[str, Scheme] = {}
     for key, group in groups.items():
         name = f"config_groups.{key:.40}"
@@ -78,7 +78,7 @@ def read_compressed_tensors(given: Mapping[str, Any]) -> Quantization | None:
 def _targets(group: Mapping[str, Any], name: str) -> list[str]:
     targets = group.get("targets")
     if not (isinstance(targets, list) and targets and all(type(each) is str for each in targets)):
-        raise refusal(f"{name}.targets", targets, "it must be a list of module names")
+        raise refusal(f"{name}.targets", targets, "targets must be a list of module names")
     return targets
 
 
@@ -86,13 +86,15 @@ def _compiled(target: str) -> re.Pattern[str]:
     pattern = target.removeprefix(_PATTERN)
     if len(_REPEATS.findall(pattern)) > _REPEATS_MAX or _REPEATED_GROUP.search(pattern):
         raise refusal(
-            "a target", target, "it must not repeat a group, and may have at most six repetitions"
+            "a target",
+            target,
+            "a pattern must not repeat a group, and may have at most six repetitions",
         )
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise refusal(
-            "a target", target, f"it is not a valid regular expression: {error}"
+            "a target", target, f"the pattern is not a valid regular expression: {error}"
         ) from error
 
 

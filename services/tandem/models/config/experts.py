@@ -48,6 +48,9 @@ class Experts:
     shared_inner: int = 0  # sum of the intermediate sizes of all shared experts; 0: there are none
     # True: the output of the shared expert is multiplied by the sigmoid of a learned gate.
     has_shared_gate: bool = False
+    # True: the router, the shared MLP and the experts have norms of their own, and a learned factor
+    # multiplies the weight of each expert (Gemma 4).
+    has_own_norms: bool = False
 
 
 def read_experts(
@@ -56,7 +59,8 @@ def read_experts(
     """Returns one entry per layer: its experts, or None for a layer with a dense MLP.
 
     Raises UnsupportedModel naming the field that is not supported."""
-    if not family.experts:
+    is_off = family.expert_layers == "switched" and not flag(config, "enable_moe_block")
+    if not family.experts or is_off or not has_experts(config, family):
         return [None] * num_layers
     num = same_size(config, _num_experts_key(config, family))
     top_k = same_size(config, "num_experts_per_tok")
@@ -64,11 +68,15 @@ def read_experts(
         raise UnsupportedModel(
             f"num_experts_per_tok is {top_k}; it must be at most the number of experts, {num}"
         )
-    is_deepseek = family.experts == "deepseek"
-    has_own_size = family.experts in ("qwen", "deepseek", "llama4")
+    is_deepseek = family.experts in ("deepseek", "nemotron")
+    has_own_size = family.experts in ("qwen", "deepseek", "llama4", "nemotron")
     inner = size(config, "moe_intermediate_size" if has_own_size else "intermediate_size")
     has_shared = "n_shared_experts" in family.defaults
     shared_inner = inner * size(config, "n_shared_experts") if has_shared else 0
+    if family.experts == "nemotron":
+        shared_inner = size(config, "moe_shared_expert_intermediate_size")
+    if family.experts == "granite":
+        shared_inner = size(config, "shared_intermediate_size")
     if family.has_shared_gate:
         shared_inner = size(config, "shared_expert_intermediate_size")
     experts = Experts(
@@ -84,13 +92,23 @@ def read_experts(
         scale=optional_number(config, "routed_scaling_factor", 1.0) if is_deepseek else 1.0,
         shared_inner=shared_inner,
         has_shared_gate=family.has_shared_gate,
+        has_own_norms=family.has_gemma4_layers,
     )
     return [experts if is_sparse else None for is_sparse in _are_sparse(config, family, num_layers)]
 
 
+def has_experts(config: Mapping[str, Any], family: Family) -> bool:
+    """Returns False if the number of experts is 0, with which models of Granite 4 have dense
+    MLPs."""
+    return family.experts != "granite" or config.get("num_local_experts") != 0
+
+
 def _are_sparse(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
     """Returns, for each layer, whether it has experts."""
-    if family.expert_layers == "all":
+    if family.expert_layers == "kinds":
+        of_layers = one_per_layer(config.get("layer_types"), "layer_types", num_layers)
+        return [kind == "moe" for kind in of_layers]
+    if family.expert_layers in ("all", "switched"):
         return [True] * num_layers
     if family.expert_layers == "steps":
         dense = config.get("mlp_only_layers") or ()
@@ -150,6 +168,6 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
 
 
 def _num_experts_key(config: Mapping[str, Any], family: Family) -> str:
-    if family.experts in ("deepseek", "llama4"):
+    if family.experts in ("deepseek", "llama4", "nemotron"):
         return "n_routed_experts"
     return "num_experts" if "num_experts" in config else "num_local_experts"

@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Norms = Literal["before", "after", "around", "around_glm", "parallel"]
+Norms = Literal["before", "after", "after_attention", "around", "around_glm", "parallel", "single"]
 QkNorm = Literal["", "head", "all", "rotated", "rotated_plain"]
-Linear = Literal["", "gated_delta", "gated_delta_joined"]
+Linear = Literal[
+    "", "gated_delta", "gated_delta_joined", "gated_delta_apart", "short_conv", "mamba2"
+]
 Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
-ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4"]
+ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4", "granite", "nemotron"]
 Fused = Literal["", "mlp", "all"]
-ExpertLayers = Literal["all", "steps", "from", "types", "range", "listed"]
+ExpertLayers = Literal["all", "steps", "from", "types", "range", "kinds", "listed", "switched"]
+Indexers = Literal["", "own", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,12 @@ class Family:
     norms: the positions of the RMSNorms of attention and of the MLP:
         "before": on the input;
         "after": on the output, before the residual is added;
+        "after_attention": as "after" in layers with attention, as "before" in layers with a state;
         "around": on both;
         "around_glm": on both, with the tensor names of GLM 4;
         "parallel": one norm on the input of both: the MLP reads the residual stream before the
-            output of attention is added (Cohere).
+            output of attention is added (Cohere);
+        "single": one norm on the input of a layer that has only one part (Nemotron-H).
     centers_norms: norms of the residual stream are LayerNorms without biases, not RMSNorms.
     norm_offset: a number added to the stored weights of norms: 1 for Gemma, otherwise 0.
     qk_norm: RMSNorm of q and k, before RoPE if nothing else is said:
@@ -62,6 +67,11 @@ class Family:
     rope_theta: the default of `rope_theta`.
     has_rope_by_kind: layers with a window and layers without one have different RoPE parameters.
     has_no_rope_layers: some layers have no RoPE (`no_rope_layers`).
+    rope_if: the condition under which layers have RoPE:
+        "": always;
+        "named": `position_embedding_type` is "rope";
+        "given": `rope_theta` of `rope_parameters` is not null;
+        "never": no layer has RoPE.
     rope_in_windows: whether only the layers with a window have RoPE:
         "": no;
         "or_all": yes; if `sliding_window` is null, all layers have RoPE;
@@ -87,7 +97,9 @@ class Family:
         "granite": the factors in keys such as `embedding_multiplier`;
         "gemma": embeddings are multiplied by the square root of the hidden size, and scores are
             divided by the square root of `query_pre_attn_scalar`;
-        "cohere": logits are multiplied by `logit_scale`.
+        "gemma3n": as "gemma", but scores are not divided;
+        "cohere": logits are multiplied by `logit_scale`;
+        "falcon_h1": the factors in keys such as `lm_head_multiplier` (falcon_h1.py).
     experts: the naming of the experts' config keys and tensors; empty: there are no experts.
     expert_layers: the layers that have experts:
         "all": all;
@@ -96,7 +108,9 @@ class Family:
         "types": those that `mlp_layer_types` calls "sparse"; without it, as "from";
         "range": every `moe_layer_interval`-th layer from `moe_layer_start_index` to
             `moe_layer_end_index` (-1: the last layer);
-        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer.
+        "kinds": those that `layer_types` calls "moe";
+        "listed": those in `moe_layers`; without it, every `interleave_moe_layer_step`-th layer;
+        "switched": all if `enable_moe_block` is true, else none.
     has_shared_gate: layers with experts have one shared expert, whose output is multiplied by the
         sigmoid of a learned gate.
     has_sigmoids: the score of an expert is the sigmoid of its logit instead of a softmax.
@@ -108,17 +122,40 @@ class Family:
     has_rotary_dim: `rotary_dim` is the number of rotated elements of a head, if nothing else says.
     has_gemma4_layers: the layers are Gemma 4's: those without a window have heads of their own
         (`global_head_dim`), the last ones read the KV of earlier layers (`num_kv_shared_layers`),
-        values are normalized, and each layer has a scalar and may have embeddings of its own.
+        values are normalized, and each layer has a scalar and may have embeddings of its own. Its
+        experts and its dense MLP are side by side, with norms of their own.
+    has_alt_up: the layers are Gemma 3n's (gemma3n.py).
     is_latent: attention is latent (latent.py).
-    linear: the kind of the layers that `layer_types` calls linear_attention. Without `layer_types`,
-        every `full_attention_interval`-th layer has full attention, and the others are linear.
+    indexer: the layers that have an indexer, which chooses the tokens to which a query attends
+        (indexer.py):
+        "": none; queries attend to all earlier tokens;
+        "own": all;
+        "shared": those that `indexer_types` calls "full"; the others use their choices. RoPE
+            rotates element 2 i of the indexer's heads with element 2 i + 1.
+    linear: the kind of the layers that keep a state in place of keys and values, which
+        `layer_types` calls by `linear_name`. Without `layer_types`, `full_attn_idxs` lists the
+        layers that have full attention; without it, every `full_attention_interval`-th layer does,
+        if the family has this key.
         "": the family has no such layers;
         "gated_delta": Gated DeltaNet (linear_attention.py), whose checkpoints have a matrix for
             each of q with k and v, z, b and a;
         "gated_delta_joined": Gated DeltaNet, whose checkpoints have one matrix for q, k, v and z,
-            and one for b and a.
+            and one for b and a;
+        "gated_delta_apart": Gated DeltaNet of OLMo Hybrid, whose checkpoints have a matrix for each
+            of q, k, v, z, b and a;
+        "short_conv": short convolutions;
+        "mamba2": Mamba 2.
+    has_parallel_state: each layer has attention and a state (Falcon-H1). Both read the same input,
+        and their outputs are added.
+    has_single_parts: a layer is either attention, or a state, or an MLP, or experts, as
+        `layer_types` says (Nemotron-H). `hybrid_override_pattern` has a letter for each layer, if
+        `layer_types` is absent.
+    lacks_gates: MLPs and experts have no gates: down . activation(up).
+    linear_name: the name in `layer_types` of the layers that keep a state.
     has_attention_gates: the output of attention is multiplied by the sigmoid of a gate. The matrix
         q_proj computes the gates too: for each head the query, then the gate.
+    has_head_gates: the output of each head is multiplied by the sigmoid of a gate, which a matrix
+        g_proj computes.
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
     has_sinks: each head has an attention sink: a learned score that the softmax over the head's
@@ -147,6 +184,7 @@ class Family:
     rope_theta: float = 10000.0
     has_rope_by_kind: bool = False
     has_no_rope_layers: bool = False
+    rope_if: Literal["", "named", "given", "never"] = ""
     rope_in_windows: Literal["", "or_all", "only"] = ""
     query_scaling: Literal["", "all", "no_rope"] = ""
     has_rope_pairs: bool = False
@@ -155,7 +193,7 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     is_length_scaled: bool = False
     activation_key: str = "hidden_act"
-    multipliers: Literal["", "granite", "gemma", "cohere"] = ""
+    multipliers: Literal["", "granite", "gemma", "gemma3n", "cohere", "falcon_h1"] = ""
     experts: ExpertForm = ""
     expert_layers: ExpertLayers = "all"
     has_shared_gate: bool = False
@@ -165,9 +203,16 @@ class Family:
     has_mimo_layers: bool = False
     has_rotary_dim: bool = False
     has_gemma4_layers: bool = False
+    has_alt_up: bool = False
     is_latent: bool = False
+    indexer: Indexers = ""
     linear: Linear = ""
+    linear_name: str = "linear_attention"
+    has_parallel_state: bool = False
+    has_single_parts: bool = False
+    lacks_gates: bool = False
     has_attention_gates: bool = False
+    has_head_gates: bool = False
     has_extra_layers: bool = False
     has_sinks: bool = False
     has_clamped_gates: bool = False
@@ -207,6 +252,49 @@ _QWEN_LINEAR_DEFAULTS = {
     "linear_num_value_heads": 32,
 }
 
+# LFM2 and later: short convolutions beside attention.
+_LFM: Mapping[str, Any] = {
+    "rope_theta": 1000000.0,
+    "linear": "short_conv",
+    "linear_name": "conv",
+    "qk_norm": "head",
+}
+_LFM_DEFAULTS = {
+    "conv_L_cache": 3,
+    "full_attention_interval": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+_LFM_NAMES = {
+    "model.embedding_norm.": "model.norm.",
+    ".operator_norm.": ".input_layernorm.",
+    ".conv.conv.": ".linear_attn.conv1d.",
+    ".conv.": ".linear_attn.",
+    ".feed_forward.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w3.": ".up_proj.",
+    ".w2.": ".down_proj.",
+}
+_LFM2_NAMES = _LFM_NAMES | {
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".q_layernorm.": ".q_norm.",
+    ".k_layernorm.": ".k_norm.",
+}
+_LFM_KEYS = {"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"}
+
+# Granite 4 and others: Mamba 2.
+_MAMBA_DEFAULTS = {
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+}
+
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -222,6 +310,24 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+_DEEPSEEK_V3 = _DEEPSEEK | {
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+_DEEPSEEK_V3_DEMANDS = {
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+# DeepSeek V3.2 and GLM 5: transformers always rotates neighbouring elements of keys.
+_SPARSE_DEMANDS = _DEEPSEEK_V3_DEMANDS | {"rope_interleave": (True,)}
 
 # Routing without groups, in families for which transformers does not read the keys of groups.
 _NO_GROUPS = {"n_group": (1,), "topk_group": (1,)}
@@ -353,22 +459,42 @@ FAMILIES: Mapping[str, Family] = {
         has_sigmoids=True,
         is_corrected=True,
         has_extra_layers=True,
-        demands={
-            "scoring_func": ("sigmoid",),
-            "topk_method": ("noaux_tc",),
-            "moe_layer_freq": (1,),
-        },
-        defaults=_DEEPSEEK
+        demands=_DEEPSEEK_V3_DEMANDS,
+        defaults=_DEEPSEEK_V3,
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        indexer="own",
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        has_extra_layers=True,
+        demands=_SPARSE_DEMANDS,
+        defaults=_DEEPSEEK_V3 | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        is_latent=True,
+        is_length_scaled=True,
+        indexer="shared",
+        experts="deepseek",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        has_extra_layers=True,
+        demands=_SPARSE_DEMANDS,
+        defaults=_DEEPSEEK_V3
         | {
-            "first_k_dense_replace": 3,
-            "moe_intermediate_size": 2048,
-            "n_group": 8,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "norm_topk_prob": True,
-            "num_experts_per_tok": 8,
-            "routed_scaling_factor": 2.5,
-            "topk_group": 4,
+            "index_head_dim": 128,
+            "index_n_heads": 32,
+            "index_topk": 2048,
+            "n_group": 1,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "rms_norm_eps": 1e-5,
+            "topk_group": 1,
+            "v_head_dim": 256,
         },
     ),
     "SmolLM3ForCausalLM": Family(
@@ -391,7 +517,182 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window": 4096,
         },
     ),
+    "OlmoHybridForCausalLM": Family(
+        norms="after_attention",
+        qk_norm="all",
+        rope_if="given",
+        linear="gated_delta_apart",
+        tensor_names={
+            ".linear_attn.o_norm.": ".linear_attn.norm.",
+            ".linear_attn.o_proj.": ".linear_attn.out_proj.",
+            ".attention_layer_norm.": ".input_layernorm.",
+            ".feedforward_layer_norm.": ".post_attention_layernorm.",
+        },
+        defaults={"full_attention_interval": 4, "linear_conv_kernel_dim": 4},
+    ),
     "GraniteForCausalLM": Family(multipliers="granite"),
+    "GraniteMoeHybridForCausalLM": Family(
+        multipliers="granite",
+        rope_if="named",
+        linear="mamba2",
+        experts="granite",
+        fused="mlp",
+        key_names={"layer_types": "layers_block_type"},
+        tensor_names={
+            ".mamba.": ".linear_attn.",
+            ".shared_mlp.": ".mlp.shared_experts.",
+            ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
+            ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+            ".block_sparse_moe.router.layer.": ".mlp.gate.",
+            ".input_linear.": ".gate_up_proj.",
+            ".output_linear.": ".down_proj.",
+        },
+        defaults=_MAMBA_DEFAULTS
+        | {
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+        },
+    ),
+    "FalconH1ForCausalLM": Family(
+        multipliers="falcon_h1",
+        linear="mamba2",
+        has_parallel_state=True,
+        tensor_names={
+            "model.final_layernorm.": "model.norm.",
+            ".pre_ff_layernorm.": ".post_attention_layernorm.",
+            ".feed_forward.": ".mlp.",
+            ".mamba.": ".linear_attn.",
+        },
+        refuses=("attention_bias", "mamba_proj_bias", "mlp_bias", "projectors_bias"),
+        defaults=_MAMBA_DEFAULTS
+        | {"mamba_d_ssm": 1024, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    ),
+    "NemotronHForCausalLM": Family(
+        norms="single",
+        biases="none",
+        rope_if="never",
+        activation_key="mlp_hidden_act",
+        linear="mamba2",
+        has_single_parts=True,
+        lacks_gates=True,
+        experts="nemotron",
+        expert_layers="kinds",
+        has_sigmoids=True,
+        is_corrected=True,
+        key_names={
+            "layer_types": "layers_block_type",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_n_groups": "n_groups",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_proj_bias": "use_bias",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+        tensor_names={
+            "backbone.embeddings.": "model.embed_tokens.",
+            "backbone.norm_f.": "model.norm.",
+            "backbone.": "model.",
+            **{
+                f".mixer.{part}": f".linear_attn.{part}"
+                for part in ("A_log", "D", "conv1d.", "dt_bias", "in_proj.", "norm.", "out_proj.")
+            },
+            **{f".mixer.{part}_proj.": f".self_attn.{part}_proj." for part in "qkvo"},
+            ".mixer.": ".mlp.",
+        },
+        refuses=("moe_latent_size",),
+        demands={"mamba_hidden_act": ("silu",)},
+        defaults=_MAMBA_DEFAULTS
+        | {
+            "head_dim": 128,
+            "intermediate_size": 21504,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 8,
+            "mlp_hidden_act": "relu2",
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "n_group": 1,
+            "n_routed_experts": 8,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+        },
+    ),
+    "Lfm2ForCausalLM": Family(
+        **_LFM,
+        biases="none",
+        key_names=_LFM_KEYS | {"intermediate_size": "block_ff_dim"},
+        tensor_names=_LFM2_NAMES,
+        defaults=_LFM_DEFAULTS
+        | {
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        **_LFM,
+        biases="none",
+        experts="deepseek",
+        expert_layers="from",
+        has_sigmoids=True,
+        is_corrected=True,
+        key_names=_LFM_KEYS
+        | {"first_k_dense_replace": "num_dense_layers", "n_routed_experts": "num_experts"},
+        tensor_names={".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias"}
+        | _LFM2_NAMES,
+        demands=_NO_GROUPS | {"use_expert_bias": (True,)},
+        defaults=_LFM_DEFAULTS
+        | {
+            "first_k_dense_replace": 2,
+            "moe_intermediate_size": 1792,
+            "n_group": 1,
+            "n_routed_experts": 32,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 4,
+            "topk_group": 1,
+        },
+    ),
+    "Lfm3ForCausalLM": Family(
+        **_LFM,
+        norms="around",
+        windows="pattern",
+        has_rope_by_kind=True,
+        scalings=(*Family().scalings, "proportional"),
+        is_length_scaled=True,
+        has_head_gates=True,
+        key_names=_LFM_KEYS,
+        tensor_names=_LFM_NAMES
+        | {
+            ".post_operator_norm.": ".post_attention_layernorm.",
+            ".ffn_norm.": ".pre_feedforward_layernorm.",
+            ".post_ffn_norm.": ".post_feedforward_layernorm.",
+            ".self_attn.gate_proj.": ".self_attn.g_proj.",
+        },
+        demands={"use_attention_gate": (True,), "use_sandwich_norm": (True,)},
+        defaults={
+            "conv_L_cache": 7,
+            "head_dim": 128,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 1000000.0,
+                },
+            },
+            "sliding_window": 256,
+            "tie_word_embeddings": True,
+        },
+    ),
     "Phi3ForCausalLM": Family(
         biases="none",
         windows="all",
@@ -721,6 +1022,33 @@ FAMILIES: Mapping[str, Family] = {
             "use_qk_norm": True,
         },
     ),
+    "Gemma3nForCausalLM": Family(
+        norms="around",
+        qk_norm="head",
+        windows="pattern",
+        pattern=5,
+        rope_theta=1000000.0,
+        has_rope_by_kind=True,
+        is_length_scaled=True,
+        activation_key="hidden_activation",
+        multipliers="gemma3n",
+        has_caps=True,
+        has_alt_up=True,
+        refuses=("attn_logit_softcapping", "use_bidirectional_attention"),
+        defaults={
+            "altup_active_idx": 0,
+            "altup_num_inputs": 4,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 256,
+            "laurel_rank": 64,
+            "num_kv_shared_layers": 15,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "vocab_size_per_layer_input": 262144,
+        },
+    ),
     "Gemma4ForCausalLM": Family(
         norms="around",
         qk_norm="head",
@@ -733,8 +1061,13 @@ FAMILIES: Mapping[str, Family] = {
         multipliers="gemma",
         has_caps=True,
         has_gemma4_layers=True,
-        refuses=("attn_logit_softcapping", "enable_moe_block"),
+        experts="qwen",
+        expert_layers="switched",
+        key_names={"num_experts_per_tok": "top_k_experts"},
+        tensor_names={".router.proj.": ".mlp.gate.", ".experts.": ".mlp.experts."},
+        refuses=("attn_logit_softcapping",),
         demands={
+            "norm_topk_prob": (True,),
             "query_pre_attn_scalar": (1,),
             "use_bidirectional_attention": (None, "vision"),
         },
@@ -743,6 +1076,7 @@ FAMILIES: Mapping[str, Family] = {
             "head_dim": 256,
             "hidden_activation": "gelu_pytorch_tanh",
             "hidden_size_per_layer_input": 256,
+            "norm_topk_prob": True,
             "query_pre_attn_scalar": 1,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

@@ -99,16 +99,18 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if code := config.get("auto_map"):
             raise UnsupportedModel(
-                f"auto_map is {code!r:.200}: the model needs Python code of its folder, which is "
-                f"never run, because transformers does not know the model_type {kind!r:.80}"
+                f"auto_map is {code!r:.200}: transformers does not know the model_type "
+                f"{kind!r:.80}, so the model needs Python code from its folder. Such code is "
+                "never run"
             )
         raise UnsupportedModel(f"transformers does not know the model_type {kind!r:.80}")
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     named = config.get("architectures") or [decoder]
     if decoder is None or named != [decoder]:
         raise UnsupportedModel(
-            f"architectures is {named!r:.80}; with the model_type {kind!r}, transformers "
-            + (f"has the decoder {decoder}" if decoder else "has no decoder")
+            f"architectures is {named!r:.80}; for the model_type {kind!r} it must be [{decoder!r}]"
+            if decoder
+            else f"transformers has no decoder for the model_type {kind!r}"
         )
     return str(decoder)
 
@@ -120,7 +122,10 @@ def _check_supported(config: PreTrainedConfig, architecture: str) -> None:
         if getattr(config, field, None):
             raise UnsupportedModel(f"{architecture} with {field} is not supported: {why}")
     if getattr(config, "is_causal", True) is False:
-        raise UnsupportedModel("is_causal is false: a token can only attend to earlier tokens")
+        raise UnsupportedModel(
+            "is_causal is false; it must be true, because only models whose tokens attend to "
+            "earlier tokens alone are supported"
+        )
     for kind in _rope_types(config):
         if kind in _REFUSED_ROPES:
             raise UnsupportedModel(

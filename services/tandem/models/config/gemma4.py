@@ -5,6 +5,7 @@
 - The last `num_kv_shared_layers` layers compute no keys and values. They read those of the last
   earlier layer of the same kind. With `use_double_wide_mlp`, their MLPs are twice as wide.
 - Each token has an embedding for each layer, which the layer adds in (`PerLayerInputs`).
+- With `enable_moe_block`, all layers have experts beside their MLP (`Experts.has_own_norms`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,18 +21,20 @@ from tandem.models.config.layers import Heads, LayerSpec
 class PerLayerInputs:
     """The embeddings that a token has for each layer."""
 
-    vocab_size: int
+    vocab_size: int  # number of tokens with embeddings; tokens beyond have those of token 0
     size: int  # number of elements of a token's embedding for one layer
 
 
-def read_per_layer_inputs(config: Mapping[str, Any]) -> PerLayerInputs | None:
-    """Returns the sizes of the embeddings for layers; None if there are none. Raises
-    UnsupportedModel."""
+def read_per_layer_inputs(
+    config: Mapping[str, Any], *, has_all: bool = True
+) -> PerLayerInputs | None:
+    """Returns the sizes of the embeddings for layers; None if there are none. With `has_all`, each
+    token must have one. Raises UnsupportedModel."""
     if config.get("hidden_size_per_layer_input") in (None, 0):
         return None
     vocab = size(config, "vocab_size")
     own = optional_size(config, "vocab_size_per_layer_input", vocab)
-    if own < vocab:
+    if own < vocab and has_all:
         raise UnsupportedModel(
             f"vocab_size_per_layer_input is {own}; it must be at least vocab_size, {vocab}"
         )
@@ -47,41 +50,52 @@ def with_gemma4_layers(
     if not kinds[-1]:
         raise UnsupportedModel("layer_types must end with full_attention for this architecture")
     own_heads = _heads(config, kinds, heads)
-    num_shared = layer_number({"num_kv_shared_layers": 0, **config}, "num_kv_shared_layers")
-    first_shared = len(layers) - num_shared
+    sources = kv_sources(layers, config)
     inner = size(config, "intermediate_size")
     is_wide = flag(config, "use_double_wide_mlp")
     made = []
     for index, (layer, is_full) in enumerate(zip(layers, kinds, strict=True)):
-        is_shared = index >= first_shared
-        source = None
-        if is_shared:
-            sources = [i for i in range(max(0, first_shared)) if kinds[i] == is_full]
-            if not sources:
-                raise UnsupportedModel(
-                    f"num_kv_shared_layers is {num_shared}, which is too large: the layers before "
-                    "the shared ones must include one with a window and one without"
-                )
-            source = sources[-1]
+        source = sources[index]
+        own_inner = 2 * inner if source is not None and is_wide else None
         made.append(
             replace(
                 layer,
                 heads=own_heads[index],
                 kv_source=source,
-                inner=2 * inner if is_shared and is_wide else None,
+                inner=own_inner,
+                experts=layer.experts and replace(layer.experts, shared_inner=own_inner or inner),
                 values_are_keys=is_full and flag(config, "attention_k_eq_v"),
             )
         )
     return tuple(made)
 
 
-def _kinds(layers: Sequence[LayerSpec], config: Mapping[str, Any]) -> list[bool]:
+def kv_sources(
+    layers: Sequence[LayerSpec], config: Mapping[str, Any], pattern: int = 6
+) -> list[int | None]:
+    """Returns, for each layer, the number of the layer whose KV it reads; None if it has its own.
+    Raises UnsupportedModel if too many layers read the KV of others."""
+    kinds = _kinds(layers, config, pattern)
+    num_shared = layer_number({"num_kv_shared_layers": 0, **config}, "num_kv_shared_layers")
+    num_own = max(0, len(layers) - num_shared)
+    last = {kind: index for index, kind in enumerate(kinds[:num_own])}
+    if num_shared and set(kinds) > last.keys():
+        raise UnsupportedModel(
+            f"num_kv_shared_layers is {num_shared}, which is too large: the layers before the "
+            "shared layers must include a layer of each kind in layer_types"
+        )
+    return [None if index < num_own else last[kind] for index, kind in enumerate(kinds)]
+
+
+def _kinds(
+    layers: Sequence[LayerSpec], config: Mapping[str, Any], default_pattern: int = 6
+) -> list[bool]:
     """Returns, for each layer, whether it is of the kind full_attention. A layer of the kind
     sliding_attention has no window if the window is longer than the context."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return [kind == "full_attention" for kind in kinds[: len(layers)]]
-    pattern = optional_size(config, "sliding_window_pattern", 6)
+    pattern = optional_size(config, "sliding_window_pattern", default_pattern)
     return [(layer + 1) % pattern == 0 for layer in range(len(layers))]
 
 
@@ -99,8 +113,8 @@ def _heads(config: Mapping[str, Any], kinds: Sequence[bool], heads: Heads) -> li
         for each in given.values()
     ):
         raise UnsupportedModel(
-            f"per_layer_config is {given!r:.80}; it must give head_dim and num_key_value_heads of "
-            "layers, and nothing else"
+            f"per_layer_config is {given!r:.80}; it may give a layer only the keys head_dim "
+            "and num_key_value_heads"
         )
     own = [
         Heads(
@@ -111,7 +125,7 @@ def _heads(config: Mapping[str, Any], kinds: Sequence[bool], heads: Heads) -> li
     ]
     if len(set(zip(own, kinds, strict=True))) > len(set(kinds)):
         raise UnsupportedModel(
-            "per_layer_config gives different heads to layers of one kind in layer_types, which is "
-            "not supported"
+            "per_layer_config gives layers of the same type in layer_types different values "
+            "of head_dim or num_key_value_heads, which is not supported"
         )
     return own

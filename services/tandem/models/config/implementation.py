@@ -48,7 +48,7 @@ def read_model_config(
             return ModelConfig.from_hf(config, generation_config)
         except UnsupportedModel as error:
             raise UnsupportedModel(
-                f"{error.message}. {EXTRA} computes more architectures"
+                f"{error.message}. With {EXTRA}, more architectures are supported"
             ) from error
     sizes = _read_sizes(config)
     windows, are_chunked = sizes.pop("windows"), sizes.pop("are_chunked")

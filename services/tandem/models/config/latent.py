@@ -56,7 +56,8 @@ class Latent:
         if rope.rotary_share != 1.0 and rope.rotary_dim(self.q_dim) != self.rope_dim:
             raise UnsupportedModel(
                 f"partial_rotary_factor is {rope.rotary_share}; it must be "
-                f"{self.rope_dim / self.q_dim}, the part of a query that qk_rope_head_dim rotates"
+                f"{self.rope_dim / self.q_dim}, because qk_rope_head_dim of a query's "
+                "elements are rotated"
             )
         return replace(rope, rotary_share=1.0)
 

@@ -18,13 +18,25 @@ from tandem.models.config.fields import (
     optional_size,
     size,
 )
-from tandem.models.config.linear_attention import GatedDelta, read_gated_delta
-from tandem.models.config.rope import NO_ROPE, QueryScaling, Rope, read_query_scaling, read_ropes
+from tandem.models.config.indexer import Indexer, read_indexers
+from tandem.models.config.linear_attention import LinearAttention, read_linear
+from tandem.models.config.rope import (
+    NO_ROPE,
+    QueryScaling,
+    Rope,
+    read_query_scaling,
+    read_ropes,
+    rope_parameters,
+)
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _CHUNKED = "chunked_attention"
-_LINEAR = "linear_attention"
+# Names of layers that keep a state in older files, and their present names.
+_OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+_MLPS = ("mlp", "moe")  # layers of `has_single_parts` without attention and without a state
+# The letters of `hybrid_override_pattern`.
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 LAYERS_MAX = 4096  # maximum number of layers; a larger number means that config.json is broken
 # transformers' default of `max_window_layers` (Qwen): the first 28 layers have no window.
 _DEFAULT_WINDOW_LAYERS = 28
@@ -52,9 +64,15 @@ class LayerSpec:
     # token at position p attends to the tokens from position p - p % window on.
     is_chunked: bool = False
     experts: Experts | None = None  # experts of the layer; None: the layer has a dense MLP
-    # Linear attention: the layer keeps a state of constant size in place of keys and values. None:
-    # the layer has attention.
-    linear: GatedDelta | None = None
+    # False: the layer keeps no keys and values.
+    has_attention: bool = True
+    has_mlp: bool = True  # False: the layer has neither an MLP nor experts.
+    # Linear attention: the layer keeps a state of constant size. None: it keeps no state.
+    linear: LinearAttention | None = None
+    # Sparse attention: the layer's own indexer, which chooses the tokens to which a query attends.
+    indexer: Indexer | None = None
+    # True: a query attends to the tokens that the last earlier layer with an indexer has chosen.
+    shares_choice: bool = False
     heads: Heads | None = None  # None: the layer has the model's heads
     # Number of the earlier layer whose keys and values this layer reads. None: the layer has its
     # own.
@@ -63,6 +81,8 @@ class LayerSpec:
     lacks_sinks: bool = False  # True: the layer has no attention sinks, although others have.
     # True: values are computed by the matrix of the keys.
     values_are_keys: bool = False
+    # Fraction of the MLP's gates that become 0 if they are normally distributed (gemma3n.py).
+    sparsity: float = 0.0
 
 
 def read_layers(
@@ -75,7 +95,11 @@ def read_layers(
             f"num_hidden_layers is {num_layers}; it must be at most {LAYERS_MAX}"
         )
     have_rope = _have_rope(config, family, num_layers)
+    experts = read_experts(config, family, num_layers)
     linear = _linear_layers(config, family, num_layers)
+    parts = _parts(config, family, linear)
+    indexers = read_indexers(config, family, num_layers)
+    config = _with_attention_in_all(config, linear)
     slide = _have_window(config, family, have_rope)
     is_chunked = family.windows == "chunked"
     window_key = "attention_chunk_size" if is_chunked else "sliding_window"
@@ -85,7 +109,7 @@ def read_layers(
         if not have_window and family.rope_in_windows == "only":
             raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
         have_rope = slide if have_window else have_rope
-    if not family.linear:
+    if not family.indexer:
         _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
     # Layers whose heads differ from those of layers without a window need a KV group of their own.
     has_own_heads = family.has_gemma4_layers or family.has_mimo_layers
@@ -110,41 +134,110 @@ def read_layers(
             is_chunked=is_chunked and slides and window is not None,
             heads=_mimo_heads(config) if family.has_mimo_layers and slides else None,
             lacks_sinks=family.has_mimo_layers and not slides,
-            experts=experts,
-            linear=of_layer,
+            experts=of_mlp,
+            has_attention=has_attention,
+            has_mlp=has_mlp,
+            linear=state,
+            indexer=indexer,
+            shares_choice=bool(family.indexer) and indexer is None,
         )
-        for slides, has_rope, experts, of_layer in zip(
-            slide, have_rope, read_experts(config, family, num_layers), linear, strict=True
+        for slides, has_rope, of_mlp, state, (has_attention, has_mlp), indexer in zip(
+            slide, have_rope, experts, linear, parts, indexers, strict=True
         )
     )
 
 
+def _parts(
+    config: Mapping[str, Any], family: Family, linear: Sequence[LinearAttention | None]
+) -> list[tuple[bool, bool]]:
+    """Returns, for each layer, whether it has attention and whether it has an MLP or experts."""
+    if not family.has_single_parts:
+        return [(state is None or family.has_parallel_state, True) for state in linear]
+    kinds = _present_names(config["layer_types"])
+    return [(kind == _FULL, kind in _MLPS) for kind, _ in zip(kinds, linear, strict=False)]
+
+
 def _linear_layers(
     config: Mapping[str, Any], family: Family, num_layers: int
-) -> list[GatedDelta | None]:
-    """Returns, for each layer, the sizes of its linear attention, or None if it has attention."""
+) -> list[LinearAttention | None]:
+    """Returns, for each layer, the sizes of its linear attention, or None if it has none."""
     if not family.linear:
         return [None] * num_layers
+    if family.has_parallel_state:
+        return [read_linear(config, family)] * num_layers
     kinds = config.get("layer_types")
     if kinds is None:
-        interval = optional_size(config, "full_attention_interval", num_layers)
-        kinds = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(num_layers)]
-    kinds = one_per_layer(kinds, "layer_types", num_layers)
-    if unknown := [kind for kind in kinds if kind not in (_FULL, _LINEAR)]:
+        full = config.get("full_attn_idxs")
+        if full is None and "full_attention_interval" not in config:
+            raise UnsupportedModel("layer_types is missing; it must have the kind of each layer")
+        if full is None:
+            interval = optional_size(config, "full_attention_interval", num_layers)
+            full = [layer for layer in range(num_layers) if (layer + 1) % interval == 0]
+        if not isinstance(full, list) or any(type(layer) is not int for layer in full):
+            raise UnsupportedModel(
+                f"full_attn_idxs is {full!r:.80}; it must be a list of layer numbers"
+            )
+        kinds = [_FULL if layer in full else family.linear_name for layer in range(num_layers)]
+    kinds = _present_names(one_per_layer(kinds, "layer_types", num_layers))
+    known = [_FULL, family.linear_name]
+    if family.windows == "pattern":
+        known.append(_SLIDING)
+    if family.has_single_parts:
+        known += _MLPS
+    if unknown := [kind for kind in kinds if kind not in known]:
         raise UnsupportedModel(
             f"layer_types has {unknown[0]!r:.80}, which is not supported for this architecture; "
-            f"supported are {_FULL} and {_LINEAR}"
+            f"supported are {' and '.join(known)}"
         )
-    if _FULL not in kinds:
+    if not set(kinds) - {family.linear_name, *_MLPS}:
         raise UnsupportedModel(
             f"layer_types has no {_FULL}; at least one layer must have full attention"
         )
-    delta = read_gated_delta(config, is_joined=family.linear == "gated_delta_joined")
-    return [delta if kind == _LINEAR else None for kind in kinds]
+    if family.linear_name not in kinds:
+        return [None] * num_layers
+    linear = read_linear(config, family)
+    return [linear if kind == family.linear_name else None for kind in kinds]
+
+
+def kinds_of_pattern(pattern: object) -> list[str]:
+    """Returns the `layer_types` that `hybrid_override_pattern` describes with a letter for each
+    layer. Raises UnsupportedModel."""
+    if not isinstance(pattern, str) or not set(pattern) <= set(_LETTERS):
+        raise UnsupportedModel(
+            f"hybrid_override_pattern is {pattern!r:.80}; it must have one of "
+            f"{' '.join(_LETTERS)} for each layer"
+        )
+    return [_LETTERS[letter] for letter in pattern]
+
+
+def _present_names(kinds: Sequence[Any]) -> list[Any]:
+    return [_OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+
+
+def _with_attention_in_all(
+    config: Mapping[str, Any], linear: Sequence[LinearAttention | None]
+) -> Mapping[str, Any]:
+    """Returns the config of the attention alone: `layer_types` gives full attention to the layers
+    that keep a state."""
+    kinds = config.get("layer_types")
+    if not any(linear) or not isinstance(kinds, list):
+        return config
+    kinds = [
+        _FULL if of_layer is not None or kind in _MLPS else kind
+        for kind, of_layer in zip(_present_names(kinds), linear, strict=False)
+    ]
+    return {**config, "layer_types": kinds}
 
 
 def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
     """Returns, for each layer, whether it applies RoPE."""
+    if family.rope_if == "never":
+        return [False] * num_layers
+    if family.rope_if == "named":
+        return [config.get("position_embedding_type") == "rope"] * num_layers
+    if family.rope_if == "given":
+        given = {"rope_theta": family.rope_theta, **config, **rope_parameters(config)}
+        return [given["rope_theta"] is not None] * num_layers
     if not family.has_no_rope_layers:
         return [True] * num_layers
     # `no_rope_layers` has one number per layer. Despite its name, 1 means that the layer has RoPE.
@@ -207,9 +300,8 @@ def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool], local: 
     kinds = one_per_layer(kinds, "layer_types", len(slide))
     if [_is_local(kind, local) for kind in kinds] != list(slide):
         raise UnsupportedModel(
-            f"layer_types is {kinds!r:.80}; it contradicts the rest of the config: the "
-            "architecture, sliding_window and use_sliding_window together give "
-            f"{sum(slide)} of {len(slide)} layers a sliding window"
+            f"layer_types is {kinds!r:.80}, but the architecture, sliding_window and "
+            f"use_sliding_window give {sum(slide)} of {len(slide)} layers a sliding window"
         )
 
 

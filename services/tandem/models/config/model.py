@@ -6,32 +6,44 @@ raises UnsupportedModel, before any weight is read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from tandem.common.dtypes import IndexKeys
 from tandem.errors import UnsupportedModel
+from tandem.models.config.experts import has_experts
+from tandem.models.config.falcon_h1 import LayerFactors, read_layer_factors
 from tandem.models.config.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
 from tandem.models.config.fields import flag, number, optional_number, optional_size, size
+from tandem.models.config.gemma3n import (
+    AltUp,
+    largest_inner,
+    read_alt_up,
+    with_gemma3n_layers,
+)
 from tandem.models.config.gemma4 import (
     PerLayerInputs,
     read_per_layer_inputs,
     with_gemma4_layers,
 )
 from tandem.models.config.latent import Latent, read_latent
-from tandem.models.config.layers import Heads, LayerSpec, read_layers
+from tandem.models.config.layers import Heads, LayerSpec, kinds_of_pattern, read_layers
 from tandem.models.config.quantization import has_kv_scales, read_quantization
 from tandem.models.config.quantization_scheme import Quantization
 from tandem.models.config.rope import read_ropes
 from tandem.models.config.text_part import names_in_model, text_config
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 Implementation = Literal["tandem", "transformers"]
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+# Activations of MLPs without gates.
+_UNGATED: Mapping[str, Activation] = {"relu2": "relu2"}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -88,6 +100,7 @@ class ModelConfig:
     has_sinks: bool = False
     # Clamped SwiGLU, which is used instead of `activation`. None: `activation` is used.
     gate_clamp: GateClamp | None = None
+    layer_factors: LayerFactors | None = None  # Falcon-H1's factors on products; None: no factors
     is_mxfp4: bool = False  # True: experts are in MXFP4 (32 numbers of 4 bits share a scale).
     expert_form: ExpertForm = ""  # naming scheme of the experts' tensors
     # Quantization scheme of each matrix. None: all matrices are stored in `torch_dtype`.
@@ -101,11 +114,13 @@ class ModelConfig:
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
     has_attention_gates: bool = False  # True: attention's output is multiplied by sigmoid(gate).
+    has_head_gates: bool = False  # True: each head's output is multiplied by sigmoid(gate).
     value_dim: int | None = None  # number of elements of a head's value; None: as of its key
     value_scale: float = 1.0  # factor on values
     has_value_norms: bool = False  # True: values are normalized, without weights.
     has_layer_scalars: bool = False  # True: the output of each layer is multiplied by a number.
     per_layer_inputs: PerLayerInputs | None = None  # None: tokens have no embeddings for layers
+    alt_up: AltUp | None = None  # None: the residual stream has no copies.
     # Number of layers in the checkpoint for multi-token prediction. Tandem does not run them.
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
@@ -120,8 +135,14 @@ class ModelConfig:
 
     @property
     def has_states(self) -> bool:
-        """True if some layers keep a state in place of keys and values."""
+        """True if some layers keep a state."""
         return any(layer.linear is not None for layer in self.layers)
+
+    @property
+    def index_keys(self) -> IndexKeys | None:
+        """The keys of indexers in a token's KV; None if no layer has an indexer."""
+        dims = [layer.indexer.dim for layer in self.layers if layer.indexer is not None]
+        return IndexKeys(len(dims), dims[0]) if dims else None
 
     @property
     def attention_scale(self) -> float:
@@ -135,6 +156,11 @@ class ModelConfig:
     def rope_dim(self) -> int:
         """Number of elements of a head that RoPE may rotate."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def num_qkv(self) -> int:
+        """Number of elements of the queries, keys and values of a token, of all heads."""
+        return (self.num_attention_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def for_contexts(self, max_model_len: int) -> ModelConfig:
         """Returns the config for serving contexts of at most `max_model_len` tokens.
@@ -157,9 +183,14 @@ class ModelConfig:
 
     def name_in_files(self, name: str) -> str:
         """Returns the name that a tensor has in checkpoints of the text part alone."""
-        for own, ours in self.tensor_names.items():
-            name = name.replace(ours, own)
-        return name
+        in_files = {
+            ours.removesuffix("."): own.removesuffix(".") for own, ours in self.tensor_names.items()
+        }
+        if not in_files:
+            return name
+        # The longest part first, because a shorter one may be a part of it.
+        parts = "|".join(map(re.escape, sorted(in_files, key=len, reverse=True)))
+        return re.sub(rf"(?:{parts})(?![^.])", lambda part: in_files[part[0]], name)
 
     def heads_of(self, layer: LayerSpec) -> Heads:
         """Returns the KV heads of a layer."""
@@ -169,6 +200,11 @@ class ModelConfig:
     def is_parallel(self) -> bool:
         """True: the MLP reads the residual stream before the output of attention is added."""
         return self.norms == "parallel"
+
+    @property
+    def has_gates(self) -> bool:
+        """False: MLPs and experts are down . activation(up)."""
+        return self.activation != "relu2"
 
     @property
     def norms_rotated_heads(self) -> bool:
@@ -220,6 +256,9 @@ class ModelConfig:
         _check_ropes(layers, family, latent.rope_dim if latent else head_dim)
         if family.has_gemma4_layers:
             layers = with_gemma4_layers(layers, config, Heads(num_kv_heads, head_dim))
+        if family.has_alt_up:
+            layers = with_gemma3n_layers(layers, config)
+            config = {**config, **largest_inner(config)}
         return cls(
             architecture=architecture,
             vocab_size=size(config, "vocab_size"),
@@ -245,12 +284,15 @@ class ModelConfig:
             norms=family.norms,
             norm_offset=family.norm_offset,
             centers_norms=family.centers_norms,
-            activation=_ACTIVATIONS[config.get(family.activation_key, "silu")],
+            activation=_activations(family)[config.get(family.activation_key, "silu")],
             multipliers=_multipliers(config, family, hidden_size),
             logit_cap=_cap(config, family, "final_logit_softcapping"),
             attention_cap=_cap(config, family, "attn_logit_softcapping"),
             has_sinks=family.has_sinks,
             gate_clamp=_gate_clamp(config, family),
+            layer_factors=(
+                read_layer_factors(config) if family.multipliers == "falcon_h1" else None
+            ),
             is_mxfp4=_has_own_quantization(config, family),
             expert_form=family.experts,
             quantization=(
@@ -260,18 +302,24 @@ class ModelConfig:
             has_fused_qkv=family.fused == "all",
             has_fused_mlp=family.fused != "",
             has_rope_pairs=family.has_rope_pairs,
-            tensor_names=family.tensor_names,
+            tensor_names=_tensor_names(config, family),
             latent=latent,
             has_attention_gates=family.has_attention_gates,
+            has_head_gates=family.has_head_gates,
             value_dim=size(config, "v_head_dim") if family.has_mimo_layers else None,
             value_scale=(
                 optional_number(config, "attention_value_scale", 1.0)
                 if family.has_mimo_layers
                 else 1.0
             ),
-            has_value_norms=family.has_gemma4_layers,
+            has_value_norms=family.has_gemma4_layers or family.has_alt_up,
             has_layer_scalars=family.has_gemma4_layers,
-            per_layer_inputs=read_per_layer_inputs(config) if family.has_gemma4_layers else None,
+            per_layer_inputs=(
+                read_per_layer_inputs(config, has_all=not family.has_alt_up)
+                if family.has_gemma4_layers or family.has_alt_up
+                else None
+            ),
+            alt_up=read_alt_up(config) if family.has_alt_up else None,
             num_extra_layers=_num_extra_layers(config, family),
             is_text_part=text is not None,
         )
@@ -345,10 +393,39 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         filled.setdefault("partial_rotary_factor", share)
     if family.has_mimo_layers and config.get("sliding_window_size") is not None:
         filled["sliding_window"] = size(config, "sliding_window_size") + 1
+    pattern = config.get("hybrid_override_pattern")
+    if family.has_single_parts and filled.get("layer_types") is None and pattern is not None:
+        filled["layer_types"] = kinds_of_pattern(pattern)
+    if family.has_single_parts and isinstance(filled.get("layer_types"), list):
+        filled["num_hidden_layers"] = len(filled["layer_types"])
+    if not has_experts(filled, family):
+        filled["intermediate_size"] = filled["shared_intermediate_size"]
+    if "block_auto_adjust_ff_dim" in family.defaults and flag(filled, "block_auto_adjust_ff_dim"):
+        filled["intermediate_size"] = _adjusted(filled)
     if config.get("rope_parameters") is None:  # Older files call the field `rope_scaling`.
         scaled = bool(config.get("rope_scaling"))
         filled["rope_parameters"] = None if scaled else family.defaults.get("rope_parameters")
     return filled
+
+
+def _adjusted(config: Mapping[str, Any]) -> int:
+    """Returns the intermediate size of LFM2 for what config.json says: two thirds of it times a
+    factor, rounded up to a multiple."""
+    inner = int(2 * size(config, "intermediate_size") / 3)
+    if config.get("block_ffn_dim_multiplier") is None:
+        return inner
+    inner = int(number(config, "block_ffn_dim_multiplier", 1.0) * inner)
+    multiple = size(config, "block_multiple_of")
+    return -(-inner // multiple) * multiple
+
+
+def _tensor_names(config: Mapping[str, Any], family: Family) -> Mapping[str, str]:
+    if has_experts(config, family):
+        return family.tensor_names
+    return {
+        own: ours.replace(".mlp.shared_experts.", ".mlp.")
+        for own, ours in family.tensor_names.items()
+    }
 
 
 def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
@@ -362,10 +439,10 @@ def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
 
 def _check_supported(config: Mapping[str, Any], family: Family) -> None:
     activation = config.get(family.activation_key, "silu")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _activations(family):
         raise UnsupportedModel(
             f"{family.activation_key} is {activation!r:.80}, which is not supported; supported are "
-            f"{', '.join(_ACTIVATIONS)}"
+            f"{', '.join(_activations(family))}"
         )
     if not flag(config, "is_causal", True):
         raise UnsupportedModel(
@@ -380,6 +457,13 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
                 f"{key} is {config[key]!r:.80}, which is not supported; supported are "
                 f"{', '.join(map(str, allowed))}"
             )
+
+
+def _activations(family: Family) -> Mapping[str, Activation]:
+    if family.lacks_gates:
+        return _UNGATED
+    # transformers uses the same activation after convolutions, for which only SiLU is supported.
+    return {"silu": "silu", "swish": "silu"} if family.linear else _ACTIVATIONS
 
 
 def _kv_heads(config: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[int, int]:
@@ -451,8 +535,15 @@ def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
             residual=number(config, "residual_multiplier", 1.0),
             logits=1.0 / number(config, "logits_scaling", 1.0),
         )
+    if family.multipliers == "falcon_h1":
+        return Multipliers(
+            embedding=number(config, "embedding_multiplier", 1.0),
+            logits=number(config, "lm_head_multiplier", 1.0),
+        )
     if family.multipliers == "cohere":
         return Multipliers(logits=number(config, "logit_scale", 0.0625))
+    if family.multipliers == "gemma3n":
+        return Multipliers(embedding=hidden_size**0.5, attention=1.0)
     if family.multipliers == "gemma":
         return Multipliers(
             embedding=hidden_size**0.5,

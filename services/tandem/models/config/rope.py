@@ -133,8 +133,9 @@ def read_ropes(
         sliding = local
     elif scaling or not given.keys() <= set(_KINDS):
         raise UnsupportedModel(
-            "for this architecture, rope_parameters may have only the keys full_attention and "
-            "sliding_attention, and rope_scaling must not be set as well"
+            "for this architecture, rope_parameters may have only the keys full_attention "
+            "and sliding_attention. rope_parameters and rope_scaling must not be set "
+            "together"
         )
     else:
         full, sliding = (
@@ -154,7 +155,8 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> R
     parameters = rope_parameters(config)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModel(
-            "rope parameters per layer type are not supported; all layers must have the same ones"
+            "rope parameters for each layer type are not supported; all layers must have the "
+            "same rope parameters"
         )
     theta = optional_number(
         parameters, "rope_theta", optional_number(config, "rope_theta", default_theta)

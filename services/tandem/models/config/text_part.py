@@ -154,9 +154,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     default = _DEFAULT_KINDS.get(name.removesuffix(_SUFFIX))
     if default is None:
         raise UnsupportedModel(
-            f"architecture {name:.80} is not supported, not even its text part alone "
-            f"({part.get('model_type')!r:.80}); architectures whose text part is supported: "
-            f"{', '.join(each + _SUFFIX for each in _DEFAULT_KINDS)}"
+            f"architecture {name:.80} is not supported, and neither is its text part "
+            f"({part.get('model_type')!r:.80}) alone. Architectures whose text part is "
+            f"supported: {', '.join(each + _SUFFIX for each in _DEFAULT_KINDS)}"
         )
     kind = part.get("model_type") or default
     text = {**_DEFAULTS.get(str(kind), {}), **part, **_FIXED.get(str(kind), {})}

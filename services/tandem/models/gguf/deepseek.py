@@ -58,8 +58,8 @@ def _latent(metadata: GgufMetadata) -> dict[str, Any]:
     query, value = _head_sizes(metadata, kv_rank=kv_rank, rope=rope)
     if query <= rope:
         raise UnsupportedModel(
-            f"{metadata.architecture}.rope.dimension_count is {rope}; it must be less than the "
-            f"size of a head's key, {query}"
+            f"{metadata.architecture}.rope.dimension_count is {rope}; it must be less than "
+            f"{query}, the size of a head's key"
         )
     return {
         "num_key_value_heads": num_heads,
@@ -95,9 +95,9 @@ def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int
     of_token = [kv_rank + rope, kv_rank]
     if usual not in (of_token, [None, None]):
         raise UnsupportedModel(
-            f"{attention}.key_length and value_length are {usual!r:.80}; in a file with "
-            f"key_length_mla they must be {of_token}: kv_lora_rank + rope.dimension_count, and "
-            "kv_lora_rank"
+            f"{attention}.key_length and value_length are {usual!r:.80}, but the file has "
+            f"key_length_mla, so they must be {of_token}: kv_lora_rank + rope.dimension_count "
+            "and kv_lora_rank"
         )
     return own[0], own[1]
 

@@ -101,8 +101,9 @@ def _check_part(layout: Layout, number: int, count: int) -> None:
         return
     if count == 1:
         raise ConfigError(
-            f"it is one of {stated!r:.80} files of a model; join them with llama-gguf-split "
-            "--merge, or name each of them like NAME-00001-of-00003.gguf"
+            f"the file is one of {stated!r:.80} files of a model. Join the files with "
+            "llama-gguf-split --merge, or give each file a name like "
+            "NAME-00001-of-00003.gguf"
         )
     if stated != count:
         raise ConfigError(
@@ -111,8 +112,8 @@ def _check_part(layout: Layout, number: int, count: int) -> None:
         )
     if (found := layout.keys.get("split.no")) != number:
         raise ConfigError(
-            f"split.no is {found!r:.80}; it must be {number}, because it counts from 0 and the "
-            f"file's name says part {number + 1} of {count}"
+            f"split.no is {found!r:.80}; it must be {number}. The file's name says part "
+            f"{number + 1} of {count}, and split.no counts from 0"
         )
 
 
@@ -129,7 +130,7 @@ class _Scan:
 
     def layout(self) -> Layout:
         if self._take(4) != _MAGIC:
-            raise ValueError("it does not begin with the bytes GGUF")
+            raise ValueError("the file does not begin with the bytes GGUF")
         self._check_version(self._take(4))
         num_tensors = self._count("tensors", _TENSORS_MAX)
         num_keys = self._count("keys", _KEYS_MAX)
@@ -137,7 +138,7 @@ class _Scan:
         for _ in range(num_keys):
             key, value = self._key_and_value()
             if key in keys:
-                raise ValueError(f"it has the key {_shown(key)} twice")
+                raise ValueError(f"the file has the key {_shown(key)} twice")
             keys[key] = value
         tensors = [self._tensor_info() for _ in range(num_tensors)]
         begin = -(-self._at // self._alignment) * self._alignment
@@ -148,11 +149,11 @@ class _Scan:
     def _check_version(self, version: bytes) -> None:
         if int.from_bytes(version, "big") in _VERSIONS:
             raise ValueError(
-                "it is big-endian, but only little-endian files are supported; convert it with "
-                "gguf-convert-endian of the gguf package"
+                "the file is big-endian, but only little-endian files are supported. Convert "
+                "the file with gguf-convert-endian of the gguf package"
             )
         if (number := int.from_bytes(version, "little")) not in _VERSIONS:
-            raise ValueError(f"its GGUF version is {number}; versions 2 and 3 are supported")
+            raise ValueError(f"the file's GGUF version is {number}; versions 2 and 3 are supported")
 
     def _key_and_value(self) -> tuple[str, Any]:
         key = self._string()
@@ -210,8 +211,8 @@ class _Scan:
             raise ValueError(f"the tensor {_shown(name)} has the unknown type {kind}") from None
         if 0 in dims or dims[0] % block_size:
             raise ValueError(
-                f"the tensor {_shown(name)} has the invalid shape {dims}; no dimension may be 0, "
-                f"and the first must be a multiple of {block_size}"
+                f"the tensor {_shown(name)} has the invalid shape {dims}. Each dimension must "
+                f"be at least 1, and the first dimension must be a multiple of {block_size}"
             )
         end = start + math.prod(dims) // block_size * block_bytes
         return StoredTensor(self._file, name, of_type, tuple(reversed(dims)), start, end)
@@ -227,8 +228,8 @@ class _Scan:
             last = end
         if tensors and begin + last > len(self._data):
             raise ValueError(
-                f"it is cut short: its tensors end at byte {begin + last}, but the file ends at "
-                f"byte {len(self._data)}"
+                f"the file is cut short: its tensors end at byte {begin + last}, but the file "
+                f"ends at byte {len(self._data)}"
             )
 
     def _take(self, num_bytes: int) -> bytes:
@@ -275,12 +276,12 @@ class _Scan:
 
     def _count(self, what: str, num_max: int) -> int:
         if (count := self._uint64()) > num_max:
-            raise ValueError(f"it has {count} {what}; at most {num_max} are allowed")
+            raise ValueError(f"the file has {count} {what}; at most {num_max} are allowed")
         return count
 
     def _cut_short(self) -> ValueError:
         return ValueError(
-            f"it is cut short: it ends at byte {len(self._data)}, within its metadata"
+            f"the file is cut short: it ends at byte {len(self._data)}, within its metadata"
         )
 
     def _uint32(self) -> int:

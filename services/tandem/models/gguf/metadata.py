@@ -56,8 +56,7 @@ class GgufMetadata:
         tokens = self.items("tokenizer.ggml.tokens", str)
         if not tokens:
             raise UnsupportedModel(
-                "the GGUF file has no tokenizer.ggml.tokens; it must have this list of all tokens' "
-                "texts"
+                "the GGUF file lacks tokenizer.ggml.tokens, the list of all tokens"
             )
         return tokens
 

@@ -78,8 +78,8 @@ def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:
     )
     if not np.allclose(expected, rope_freqs, rtol=1e-4):
         raise UnsupportedModel(
-            "rope_freqs.weight has other values than Llama 3's rope scaling (llama3), the only "
-            "rope scaling that is supported in a file with this tensor"
+            "rope_freqs.weight does not have the values of Llama 3's rope scaling (llama3). "
+            "In a file with this tensor, no other rope scaling is supported"
         )
     return {
         "rope_type": "llama3",

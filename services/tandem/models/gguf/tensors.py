@@ -14,6 +14,7 @@ import gguf
 import torch
 
 from tandem.errors import UnsupportedModel
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.gguf.headers import read_headers
 from tandem.models.gguf.layout import StoredTensor
@@ -173,8 +174,8 @@ def _blocks(name: str, data: torch.Tensor, stored: StoredTensor, config: ModelCo
     num_heads = num_permuted_heads(stored.name, config)
     if num_heads and stored.shape[0] % (2 * num_heads):
         raise UnsupportedModel(
-            f"{stored.name} has {stored.shape[0]} rows; this must be a multiple of "
-            f"{2 * num_heads}, twice the number of heads"
+            f"{stored.name} has {stored.shape[0]} rows; the number of rows must be a multiple "
+            f"of {2 * num_heads}, twice the number of heads"
         )
     num_rows = stored.shape[0] if num_heads else math.prod(stored.shape[:-1])
     rows = data[stored.begin : stored.end].view(num_rows, -1)
@@ -189,7 +190,7 @@ def _of_tiled_heads(
 ) -> GgufBlocks:
     """Returns a tensor of a layer with linear attention whose value heads are in llama.cpp's order
     (`has_tiled_heads`)."""
-    sizes = next(layer.linear for layer in config.layers if layer.linear is not None)
+    sizes = next(layer.linear for layer in config.layers if isinstance(layer.linear, GatedDelta))
     heads = sizes.group, sizes.num_key_heads
     bytes_of_tensor = data[stored.begin : stored.end]
     is_decay = name.endswith(A_LOG)

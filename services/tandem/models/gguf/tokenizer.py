@@ -198,16 +198,17 @@ def _merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[tuple[str,
     merges = metadata.items("tokenizer.ggml.merges", str)
     if merges is None:
         raise UnsupportedModel(
-            "the GGUF file has no tokenizer.ggml.merges; with tokenizer.ggml.model gpt2 it must "
-            "have this list of pairs of tokens"
+            "the GGUF file lacks tokenizer.ggml.merges, the list of pairs of tokens; "
+            "tokenizer.ggml.model gpt2 requires this list"
         )
     pairs = []
     for number, merge in enumerate(merges):
         left, space, right = merge.partition(" ")
         if not (space and left in vocab and right in vocab and left + right in vocab):
             raise UnsupportedModel(
-                f"entry {number} of tokenizer.ggml.merges is {merge!r:.80}; it must be two tokens "
-                "with a space between them, and the two joined must be a token, too"
+                f"entry {number} of tokenizer.ggml.merges is {merge!r:.80}; it must be two "
+                "tokens with a space between them. Both tokens joined without the space must "
+                "be a token, too"
             )
         pairs.append((left, right))
     return pairs
@@ -254,8 +255,8 @@ def _sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Tokenizer:
     scores = metadata.items("tokenizer.ggml.scores", float, len(tokens))
     if scores is None:
         raise UnsupportedModel(
-            "the GGUF file has no score for each token (tokenizer.ggml.scores), which it "
-            "needs because tokenizer.ggml.model is llama"
+            "the GGUF file lacks tokenizer.ggml.scores, a score for each token; "
+            "tokenizer.ggml.model llama requires these scores"
         )
     unknown = metadata.token_id(special_key("unknown"))
     if (longest := max(map(len, tokens))) > _PIECE_MAX:

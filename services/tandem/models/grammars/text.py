@@ -141,13 +141,13 @@ def _check_schema(schema: dict[str, Any]) -> list[int]:
         num_visits += 1
         if num_visits > VISITS_MAX:
             raise ValueError(
-                f"the schema has more than {VISITS_MAX} lists and objects, including the targets "
-                "of its references"
+                f"the schema has more than {VISITS_MAX} lists and objects; the targets of "
+                "references count, too"
             )
         if depth > EXPANDED_DEPTH_MAX:
             raise ValueError(
-                f"the schema is nested more than {EXPANDED_DEPTH_MAX} levels deep, including the "
-                "targets of its references"
+                f"the schema is nested more than {EXPANDED_DEPTH_MAX} levels deep; the levels "
+                "in the targets of references count, too"
             )
         for inner in _inside(value):
             if isinstance(inner, dict | list):
@@ -201,9 +201,9 @@ def _check_divisors(divisors: list[int]) -> None:
     work = max(sum(d for d in divisors if d > 1), reduce(_lcm, divisors, 1))
     if work > DIVISORS_MAX:
         raise ValueError(
-            "the multipleOf values are too large: their sum and their least common multiple must "
-            f"be at most {DIVISORS_MAX}, where each value counts without its decimal point and "
-            "trailing zeros (2.5 and 250 count as 25); use fewer or smaller values"
+            "the multipleOf values are too large; use fewer or smaller values. Their sum and "
+            f"their least common multiple must be at most {DIVISORS_MAX}. Each value counts "
+            "without its decimal point and trailing zeros: 2.5 and 250 count as 25"
         )
 
 
@@ -266,8 +266,8 @@ def _checked_lark(text: str) -> str:
         brackets, used = rules[name]
         if depth + brackets > EXPANDED_DEPTH_MAX:
             raise ValueError(
-                f"the grammar is nested more than {EXPANDED_DEPTH_MAX} levels deep, including the "
-                "rules that its rules use"
+                f"the grammar is nested more than {EXPANDED_DEPTH_MAX} levels deep; if a rule "
+                "uses another rule, the levels of both count"
             )
         seen.add(name)
         for other in used:

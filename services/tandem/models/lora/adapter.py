@@ -128,6 +128,8 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
         )
     if model.has_states:
         raise UnsupportedModel("LoRA adapters are not supported for models with linear attention")
+    if model.index_keys is not None:
+        raise UnsupportedModel("LoRA adapters are not supported for models with sparse attention")
     folder = Path(path).expanduser()
     file = folder / CONFIG_FILE
     if not file.is_file():

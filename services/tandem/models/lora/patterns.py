@@ -69,7 +69,7 @@ def match_all(patterns: Sequence[Pattern], names: Sequence[str]) -> list[list[st
     if len(answers) < len(patterns):
         raise _refusal(
             patterns[len(answers)],
-            f"cannot be matched in {CPU_S} s; write it without nested repetitions",
+            f"cannot be matched in {CPU_S} s; write the pattern without nested repetitions",
         )
     return answers
 

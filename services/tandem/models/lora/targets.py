@@ -13,7 +13,7 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_only_torch
+from tandem.models.limits import why_irregular
 from tandem.models.lora.patterns import Pattern, match_all
 
 _IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
@@ -79,7 +79,7 @@ def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """Returns the names of the matrices that an adapter_config.json targets. Raises
     UnsupportedModel naming a target that the model does not have or that is not supported."""
-    if why := why_only_torch(model):
+    if why := why_irregular(model):
         raise UnsupportedModel(f"adapters are not supported for this model: {why}")
     linears = linear_shapes(model)
     targets = config.get("target_modules")
@@ -160,8 +160,8 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
     first = [next(filter(None, of_name), "") for of_name in zip(*numbers, strict=True)]
     if lists and not any(map(str.isdecimal, first)):
         raise UnsupportedModel(
-            f"layers_pattern is {lists!r:.80}; it must be layers, the name of this model's only "
-            "list of layers"
+            f'layers_pattern is {lists!r:.80}; it must be "layers", which is the name of '
+            "this model's only list of layers"
         )
     chosen = [
         name
@@ -173,7 +173,7 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
         where = f"from {existing[0]} to {existing[-1]}" if existing else "none"
         raise UnsupportedModel(
             f"layers_to_transform is {layers!r:.80}, but none of these layers has a module of "
-            f"target_modules; the layers that have one: {where}"
+            f"target_modules. Layers with such a module: {where}"
         )
     return chosen
 

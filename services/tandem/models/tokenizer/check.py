@@ -68,8 +68,8 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
     around = len(tokenizer.encode("").ids)
     if around > _AROUND_MAX:
         raise ConfigError(
-            f"it adds {around} tokens to each text, even to an empty one; it may add at most "
-            f"{_AROUND_MAX}"
+            f"the tokenizer adds {around} tokens to each text, even to an empty text; at most "
+            f"{_AROUND_MAX} added tokens are allowed"
         )
     for text in _texts():
         shown = text if len(text) < 8 else f"{text[:4]}... ({len(text)} characters)"
@@ -112,8 +112,8 @@ def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
                 growth *= max(1.0, len(rule["content"]) / replaced)
         if growth > _GROWTH_MAX:
             raise ConfigError(
-                f"the tokenizer's {part} can make a text {growth:.3g} times as long; at most "
-                f"{_GROWTH_MAX} times as long is allowed"
+                f"the tokenizer's {part} can make a text {growth:.3g} times longer; the limit "
+                f"is {_GROWTH_MAX} times"
             )
 
 

@@ -164,8 +164,8 @@ def _tiktoken(settings: Mapping[str, Any], file: Path) -> _Tokens:
             continue
         if not _LINE.fullmatch(line):
             raise ConfigError(
-                f"line {number} is {line[:80]!r}; it must be a token in base64, a space and the "
-                "token's merge rank, an integer"
+                f"line {number} is {line[:80]!r}; each line must have a token in base64, a "
+                "space and the merge rank of the token"
             )
         token, rank = line.split()
         ranked[_decode_token(token, f"line {number}")] = int(rank)
@@ -200,8 +200,9 @@ def _family(settings: Mapping[str, Any], file: Path, num_ranks: int) -> _Family:
     by_code = next((family for name, family in _BY_CODE.items() if name in code), None)
     if by_code is None and settings.get("auto_map"):
         raise UnsupportedModel(
-            f"its tokenizer needs the Python code {code:.80}, which is not run; only the tiktoken "
-            "files of Llama 3, Qwen and Kimi are supported. Save the tokenizer as tokenizer.json"
+            f"the tokenizer needs the Python code {code:.80}, and such code is never run. "
+            "Save the tokenizer as tokenizer.json. Without that file, only the tiktoken "
+            "files of Llama 3, Qwen and Kimi are supported"
         )
     by_name = _KIMI if file.name == "tiktoken.model" else _LLAMA3
     by_name = _QWEN if file.suffix == ".tiktoken" else by_name
@@ -213,7 +214,7 @@ def _tekken(file: Path) -> _Tokens:
     config = content.get("config")
     vocab = content.get("vocab")
     if not isinstance(config, dict) or not isinstance(vocab, list):
-        raise ConfigError("it must have config, an object, and vocab, a list")
+        raise ConfigError("the file must have the object config and the list vocab")
     num_special = size(config, "default_num_special_tokens")
     num_ranked = size(config, "default_vocab_size") - num_special
     if not 0 < num_ranked <= len(vocab) or num_special > _SPECIAL_MAX:
@@ -230,8 +231,8 @@ def _tekken(file: Path) -> _Tokens:
         token = each.get("token_bytes") if isinstance(each, dict) else None
         if not isinstance(token, str) or each.get("rank") != number:
             raise ConfigError(
-                f"entry {number} of vocab is {each!r:.80}; it must be an object whose rank is "
-                f"{number} and whose token_bytes is a string in base64"
+                f"entry {number} of vocab is {each!r:.80}; it must be an object with the rank "
+                f"{number} and token_bytes, a string in base64"
             )
         ranked[_decode_token(token.encode(), f"vocab {number}")] = number
     _check_ranks(ranked)
@@ -256,8 +257,8 @@ def _tekken_special_tokens(given: Any, num: int) -> dict[str, int]:
             )
             if type(rank) is not int or not 0 <= rank < num or not isinstance(name, str):
                 raise ConfigError(
-                    f"special_tokens has the entry {each!r:.80}; it must have rank, an integer "
-                    f"from 0 to {num - 1}, and token_str, a string"
+                    f"special_tokens has the entry {each!r:.80}; an entry must have a rank "
+                    f"(an integer from 0 to {num - 1}) and a token_str (a string)"
                 )
             names[rank] = name
     return {names.get(rank, f"<SPECIAL_{rank}>"): rank for rank in range(num)}
@@ -288,15 +289,17 @@ def _check_ranks(ranked: Mapping[bytes, int]) -> None:
             f"{len(ranked) - 1}, each once"
         )
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranked]:
-        raise ConfigError(f"it has no token for the byte {missing[0]}; each byte must be a token")
+        raise ConfigError(
+            f"the tokenizer has no token for the byte {missing[0]}; each byte must have a token"
+        )
 
 
 def _build(tokens: _Tokens) -> Tokenizer:
     ids = set(tokens.ranked.values())
     if clash := [name for name, token_id in tokens.special.items() if token_id in ids]:
         raise ConfigError(
-            f"the special token {clash[0]!r:.80} has the id {tokens.special[clash[0]]}, which "
-            "another token has, too"
+            f"the special token {clash[0]!r:.80} and another token have the same id, "
+            f"{tokens.special[clash[0]]}"
         )
     spelled = {_as_letters(token): token_id for token, token_id in tokens.ranked.items()}
     model = models.BPE(

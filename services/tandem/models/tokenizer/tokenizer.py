@@ -75,8 +75,8 @@ class Tokenizer:
         last = max(set(vocabulary.values()) - tokenizer._added_ids, default=-1)
         if last >= model.config.vocab_size:
             raise ConfigError(
-                f"{model.path / 'tokenizer.json'} has token ids up to {last}, but vocab_size of "
-                f"config.json is {model.config.vocab_size}: it is another model's tokenizer"
+                f"{model.path / 'tokenizer.json'} belongs to another model: it has token ids "
+                f"up to {last}, but vocab_size in config.json is {model.config.vocab_size}"
             )
         return tokenizer
 

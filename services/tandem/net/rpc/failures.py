@@ -97,8 +97,8 @@ def _parsed(handler: Any, body: bytes, method: str) -> Any:
         return parse(body) if parse else body
     except (DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(
-            f"the request cannot be parsed as a message of {method}, whose strings must be UTF-8: "
-            f"{error}"
+            f"the request is not a valid message of {method}: {error}. All strings in the "
+            "message must be UTF-8"
         ) from None
 
 

@@ -89,9 +89,10 @@ class Access:
         """
         if self._ring.synced_at is not None and not self._ring.records and not self._is_open:
             raise ConfigError(
-                "there is no API key, but the address in --host or in --admin-host is not a "
-                "loopback address, so other machines could use the router without a key; create a "
-                "key (`tandem keys create`), set --keys-file, or allow this with --allow-anonymous"
+                "other machines could use the router without an API key: there is no key "
+                "yet, and --host or --admin-host is not a loopback address. Create a key "
+                "(`tandem keys create`), set --keys-file, or allow requests without a key "
+                "(--allow-anonymous)"
             )
 
 

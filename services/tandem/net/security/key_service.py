@@ -218,7 +218,9 @@ class KeyService:
 
     def _find(self, key_id: str) -> KeyRecord:
         if (record := self.ring.records.get(key_id)) is None:
-            raise KeyNotFound(f"there is no key {key_id[:80]!r}; `tandem keys list` shows them")
+            raise KeyNotFound(
+                f"there is no key {key_id[:80]!r}. `tandem keys list` shows the existing keys"
+            )
         return record
 
     async def _write(self, record: KeyRecord) -> None:

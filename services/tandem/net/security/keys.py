@@ -158,7 +158,7 @@ def parse_key(text: str) -> tuple[str, str]:
     if prefix == KEY_PREFIX and key_id and secret:
         return key_id, secret
     if not text:
-        raise Unauthenticated("the API key is empty, so it does not belong to this cluster")
+        raise Unauthenticated("the API key is empty; send a key of this cluster")
     return f"own{_digest(text)[: 2 * _ID_BYTES]}", text
 
 

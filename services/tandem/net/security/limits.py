@@ -48,7 +48,7 @@ def changed(limits: Limits, changes: dict[str, Any]) -> Limits:
     values. Raises BadRequest for an unknown limit or an invalid value."""
     if unknown := set(changes) - set(Limits.__struct_fields__):
         raise BadRequest(
-            f"no limit is named {min(unknown)[:80]!r}; the names of limits are "
+            f"{min(unknown)[:80]!r} is not the name of a limit; the names are "
             + ", ".join(Limits.__struct_fields__)
         )
     try:

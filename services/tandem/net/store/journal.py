@@ -74,8 +74,8 @@ class Journal:
                 except UNREACHABLE as error:
                     if not is_away:
                         log.warning(
-                            "Redis does not answer (%r); until it does, new entries of %s wait in "
-                            "memory",
+                            "Redis does not answer (%r). New entries of %s wait in memory "
+                            "until Redis answers again",
                             error,
                             self._what,
                         )

@@ -99,6 +99,12 @@ class KvCompatibility(msgspec.Struct, frozen=True):
         prompt."""
         return self.has_windows and "window=none" not in self.layout
 
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep states in place of keys and values. A request can then resume
+        only at the positions at which states are frozen."""
+        return "states heads=" in self.layout
+
     def compatibility_key(self) -> bytes:
         """Returns bytes that are equal for two workers if and only if the workers can exchange
         KV."""

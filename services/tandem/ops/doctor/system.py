@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from tandem.cluster.logs.run_logs import runs_folder
+from tandem.engine.memory import read_memory
 from tandem.models.gguf.convert import cache_root
-from tandem.models.memory import read_memory
 from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import is_disk_full
 from tandem.transfer.nixl.reach import host_identity

@@ -85,8 +85,8 @@ class AdmissionController:
         late_s = decision.late_s
         limit_s = self._limit.seconds(work.num_tokens)
         log.info(
-            "refused a request, because its first token would be %d s later than --ttft-limit "
-            "allows: %s",
+            "refused a request, because its first token would come %d s after the limit of "
+            "--ttft-limit. Its best placement was: %s",
             math.ceil(late_s),
             placement.summary,
         )

@@ -277,9 +277,9 @@ class Limiter:
         was_emptied = tenant.was_written and not reply.was_known
         if self._is_away or (was_emptied and not self._is_alone):
             log.warning(
-                "Redis answers again, but was away or was emptied. For %g s more, each router "
-                "enforces only its own share of the limits of API keys; after that, all routers "
-                "enforce the limits together",
+                "Redis answers again, but was unreachable or had lost its data. For the next "
+                "%g s, each router enforces its own share of the limits of API keys; after "
+                "that, all routers enforce the limits together",
                 RETURN_S,
             )
             self._is_away = False

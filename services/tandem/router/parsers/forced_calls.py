@@ -90,7 +90,8 @@ class _CallRules(GrammarRules):
             return json.dumps(name)[1:-1]
         if not self._bare_name.fullmatch(name):
             raise _cannot_call(
-                name, "this model's format does not allow some characters of its name"
+                name,
+                "the name has characters that this model's format of tool calls does not allow",
             )
         return name
 
@@ -99,7 +100,7 @@ class _CallRules(GrammarRules):
         is_strict = function.get("strict") is True
         schema = {"type": "object", **(function.get("parameters") or {})}
         if schema["type"] != "object":
-            raise _cannot_call(name, "the type of its parameters must be object")
+            raise _cannot_call(name, "the type of the function's parameters must be object")
         try:
             if self.frame.pair is not None:
                 return self._pairs(schema, is_strict=is_strict)
@@ -116,13 +117,14 @@ class _CallRules(GrammarRules):
         for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
             if keyword in schema:
                 raise ValueError(
-                    f"the schema of its parameters has {keyword} at the top level, which this "
-                    "model's format of tool calls does not allow; list the parameters in properties"
+                    f"the schema of the function's parameters has {keyword} at the top level, "
+                    "which this model's format of tool calls does not allow. List the "
+                    "parameters under properties"
                 )
         required = schema.get("required", [])
         own = schema.get("properties", {})
         if not (isinstance(own, dict) and _are_strings(required)):
-            raise ValueError("its parameters are not a valid JSON schema")
+            raise ValueError("the function's parameters are not a valid JSON schema")
         shared: dict[str, Any] = {
             key: schema[key] for key in ("$defs", "definitions") if key in schema
         }
@@ -253,8 +255,8 @@ class _CallRules(GrammarRules):
             return f"{self.rule(' | '.join(map(json.dumps, values)))} {self.text(end)}"
         if is_strict and "pattern" in schema:
             raise ValueError(
-                f"the parameter {key!r} has a pattern, which this model's format of tool calls "
-                "cannot enforce; remove the pattern, or do not set strict to true"
+                "this model's format of tool calls cannot enforce the pattern of the "
+                f"parameter {key!r}. Remove the pattern, or set strict to false"
             )
         least = schema.get("minLength", 0)
         most = schema.get("maxLength", "")
@@ -273,14 +275,16 @@ def _definition(reference: str, shared: Mapping[str, Any]) -> Any:
     for part in path:
         found = found.get(part) if isinstance(found, Mapping) else None
     if found is None or not path:
-        raise ValueError(f"the reference {reference[:80]!r} in its parameters names no definition")
+        raise ValueError(
+            f"the function's parameters refer to {reference[:80]!r}, which is not defined"
+        )
     return found
 
 
 def _listed(schema: Mapping[str, Any], keyword: str) -> list[Any]:
     value = schema.get(keyword, [])
     if not isinstance(value, list):
-        raise ValueError(f"{keyword} in its parameters must be a list")
+        raise ValueError(f"{keyword} in the function's parameters must be a list")
     return value
 
 

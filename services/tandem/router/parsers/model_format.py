@@ -159,8 +159,8 @@ class ModelFormat:
         if self.takes_effort:
             return {"reasoning_effort": effort}
         raise BadRequest(
-            f"reasoning_effort {effort!r} is not supported by this model: its chat template does "
-            "not take it; leave it out or send null",
+            f"this model's chat template does not take reasoning_effort {effort!r}. Leave "
+            "reasoning_effort out, or send null",
             param="reasoning_effort",
         )
 

@@ -129,7 +129,7 @@ class PairArguments:
         if self._open:
             outer = self._open[-1]
             if outer.is_string:  # Such a value has no values inside, so they are text of it.
-                return self.push(value.json())
+                return self.push(f"{value.key}: {value.json()}")
             outer.inner.append((value.key, value.json()))
             return ""
         if self._trims_lines:
@@ -143,8 +143,12 @@ class PairArguments:
         """
         if key and not self._open:
             return f'{"{" if self._is_first else ", "}"{escaped(key)}'
-        held = [text for value in self._open for _, text in value.inner]
-        held += [value.text for value in self._open] + [key]
+        held = []
+        for depth, value in enumerate(self._open):
+            # The JSON has the name of the parameter already, but not those of values inside it.
+            held += [value.key] if depth else []
+            held += [part for pair in value.inner for part in pair] + [value.text]
+        held.append(key)
         is_string = bool(self._open) and self._open[0].is_string
         self._open = []
         return escaped("".join(held)) if is_string else "".join(held)

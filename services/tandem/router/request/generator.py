@@ -495,9 +495,9 @@ class BodyRequests:
             if request.echoes_prompt and request.sampling.logprobs is not None:
                 name = "logprobs"
             raise BadRequest(
-                f"{name} asks for at least {needed} log probabilities in one answer, counted over "
-                f"all its prompts and choices; at most {self._logprobs_max} are allowed. Ask for "
-                "fewer log probabilities, tokens, choices or prompts",
+                f"{name} asks for at least {needed} log probabilities; one answer may have at "
+                f"most {self._logprobs_max}, over all prompts and choices of the request. Ask "
+                "for fewer log probabilities, tokens, choices or prompts",
                 param=name,
             )
         self._num_logprobs = needed

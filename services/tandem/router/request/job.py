@@ -483,7 +483,12 @@ def submission(
 def model_input(request: PreparedRequest, output_token_ids: Sequence[int] = ()) -> pb.SequenceInput:
     """Returns the request as engines receive it: the prompt, followed by the output so far."""
     # `to_message` reads the message's fields from `request` and from `request.sampling`.
-    return to_message(pb.SequenceInput, request, token_ids=[*request.token_ids, *output_token_ids])
+    return to_message(
+        pb.SequenceInput,
+        request,
+        token_ids=[*request.token_ids, *output_token_ids],
+        has_forks=request.client.num_sequences > 1 and not output_token_ids,
+    )
 
 
 def _may_return(job: Job) -> bool:

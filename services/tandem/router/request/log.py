@@ -202,8 +202,9 @@ class RequestLog:
             record = same[-1]
         if record is None or tenant not in (None, record.tenant):
             raise RequestNotFound(
-                f"this router has no record of the request {name[:80]!r}: it keeps records of its "
-                f"last {self._requests_max} requests; another router replica may have the record"
+                f"this router has no record of the request {name[:80]!r}. A router keeps the "
+                f"records of its last {self._requests_max} requests; another router replica "
+                "may have this record"
             )
         return record
 

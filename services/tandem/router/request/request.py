@@ -108,7 +108,7 @@ class ClientRequest:
             raise refusal("length_penalty", self.length_penalty)
         if self.use_beam_search and (name := self._is_not_for_beams()):
             raise BadRequest(
-                f"{name} cannot be used with use_beam_search; leave it out", param=name
+                f"{name} cannot be used with use_beam_search; leave out {name}", param=name
             )
 
     def _is_not_for_beams(self) -> str:
@@ -217,16 +217,16 @@ class ClientRequest:
             limit = min(left, pool_left, allowed or left, self.default_max_tokens or left)
             if self.sampling.min_tokens > limit:
                 raise BadRequest(
-                    f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}, "
-                    "because the request sets no max_tokens and its answer then ends after "
-                    f"at most {limit} tokens",
+                    f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}. "
+                    f"The request sets no max_tokens, so the answer has at most {limit} "
+                    "tokens",
                     param="min_tokens",
                 )
             return limit
         if max_tokens > left:
             raise ContextTooLong(
-                f"{_context(max_model_len)}; the prompt has {num_prompt_tokens} tokens, so "
-                f"max_tokens must be at most {left}; it is {max_tokens}",
+                f"{_context(max_model_len)}. The prompt has {num_prompt_tokens} tokens, so "
+                f"max_tokens must be at most {left}, not {max_tokens}",
                 param="max_tokens",
             )
         if allowed is not None and max_tokens > allowed:
@@ -263,8 +263,8 @@ class ClientRequest:
         if allowed < self.num_sequences:
             name = "n" if self.sampling.n == self.num_sequences else "best_of"
             raise OverKeyLimit(
-                f"{name} is {self.num_sequences}; it must be at most {int(allowed)}, the number of "
-                "tokens that the API key allows for all choices together: "
+                f"{name} is {self.num_sequences}; it must be at most {int(allowed)}. The API "
+                "key limits the tokens of all choices together: "
                 f"{self._key_limits(num_prompt_tokens)}",
                 param=name,
             )
@@ -338,8 +338,8 @@ def read_model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float
         SamplingParams(**defaults)
     except BadRequest as error:
         raise ConfigError(
-            f"{error.message}; correct it, or start with --generation-config none to ignore the "
-            "file"
+            f"{error.message}. Correct generation_config.json, or start with "
+            "--generation-config none to ignore the file"
         ) from None
     return defaults
 

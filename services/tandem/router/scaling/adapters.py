@@ -143,7 +143,9 @@ class AdapterControl:
     def _records(self) -> list[WorkerRecord]:
         records = [w.record for w in self._view.known() if self._view.is_compatible(w.record)]
         if not records:
-            raise NoWorkers("this router knows no worker that serves its model", retry_after_s=1.0)
+            raise NoWorkers(
+                "this router knows no worker that serves the router's model", retry_after_s=1.0
+            )
         return records
 
     async def _see(self, name: str, adapter: Adapter | None) -> None:
@@ -157,8 +159,9 @@ class AdapterControl:
                     await self._view.wait_change()
         except TimeoutError:
             log.warning(
-                "the workers loaded or removed adapter %s, but after %g s the workers' records in "
-                "Redis do not show it yet; this router uses the old list of adapters until they do",
+                "the workers loaded or removed adapter %s, but their records in Redis do not "
+                "show the change after %g s. This router uses the old list of adapters until "
+                "the records show the change",
                 name,
                 SEEN_DEADLINE_S,
             )

@@ -97,8 +97,9 @@ class ClusterControl:
             self._departures.forget(record.epoch)
         except TimeoutError:
             log.warning(
-                "worker %s moved to the %s pool, but its record in Redis did not show the new pool "
-                "within %g s; until it does, this router counts the worker in its old pool",
+                "worker %s moved to the %s pool, but its record in Redis still shows the old "
+                "pool after %g s. Until the record shows the new pool, this router counts "
+                "the worker in the old pool",
                 worker_id,
                 role,
                 SEEN_DEADLINE_S,

@@ -118,8 +118,9 @@ class SizeOwner:
             elif not await self._request_from_controller(dict(sizes)):
                 raise NotNow(
                     "this router cannot set pool sizes: no pool controller runs, and "
-                    "--scale-objects is not set. On Kubernetes, set them with `kubectl scale "
-                    "statefulset NAME --replicas=N`, or with the pool's HPA, KEDA or RayCluster"
+                    "--scale-objects is not set. On Kubernetes, set pool sizes with `kubectl "
+                    "scale statefulset NAME --replicas=N`, or with the pool's HPA, KEDA or "
+                    "RayCluster"
                 )
 
     def _of_others(self, sizes: Mapping[str, int]) -> list[str]:

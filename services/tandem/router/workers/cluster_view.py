@@ -330,8 +330,8 @@ class ClusterView:
             # too. So they get time to write their records again, and are not removed meanwhile.
             pause_s = now - self._read_at
             log.info(
-                "this router stood still and read no worker records for %.1f s; for the next %g s, "
-                "it keeps decode workers that are connected but have no record",
+                "this router was paused and read no worker records for %.1f s. For the next "
+                "%g s, the router also keeps connected decode workers that have no record",
                 pause_s,
                 self.cluster.record_ttl_s,
             )
@@ -463,9 +463,9 @@ class ClusterView:
     def _report_incompatible(self, record: WorkerRecord) -> None:
         if self.model_fingerprint and not self.is_compatible(record):
             log.error(
-                "worker %s gets no requests from this router, because they have different models: "
-                "the worker's model (%s) has the fingerprint %s, and the router's model has %s; "
-                "start both with the same model",
+                "worker %s gets no requests from this router, because the models differ: the "
+                "worker has the model %s with fingerprint %s, and the router's model has "
+                "fingerprint %s. Start the worker and the router with the same model",
                 record.worker_id,
                 record.model,
                 record.compatibility.model_fingerprint,

@@ -132,7 +132,7 @@ class CudaIpcAgent:
     ) -> int:
         source, target = self._lists.get(producer_list), self._lists[local_list]
         if source is None or source.peer is None:
-            raise WorkerLost("the peer was disconnected")
+            raise WorkerLost("the peer is no longer connected")
         handle = next(self._numbers)
         copies = list(_copies(source, target, producer_ids, local_ids))
         self._reads[handle] = _Read(source.peer, copies)
@@ -170,7 +170,8 @@ class CudaIpcAgent:
             self._device.close(peer.address)
         except TandemError as error:
             log.error(
-                "GPU memory of a peer stays in use until this worker is restarted: %s",
+                "this worker cannot free its mapping of a peer's GPU memory, which stays in "
+                "use until this worker is restarted: %s",
                 error,
             )
 

@@ -56,7 +56,9 @@ class BlockServer:
         for block_ids in pool.spans.split(request.block_ids, pool.message_bytes):
             blocks = await pool.read(lease_id, block_ids)
             if self._lent(lease_id) is not lent:
-                await context.abort(grpc.StatusCode.ABORTED, "the lease has ended")
+                await context.abort(
+                    grpc.StatusCode.ABORTED, "the lease of these KV blocks has ended"
+                )
             message = encode(blocks)
             self._on_served(len(message))
             yield message

@@ -133,10 +133,9 @@ class GrpcTransport:
     def _parts(self, block_ids: Sequence[int]) -> list[range]:
         """Splits a pull of `block_ids` into streams. Returns a range of indices of `block_ids` for
         each stream."""
-        num_blocks = len(block_ids)
-        wanted = self._owner.pool.spans.num_bytes(block_ids) // _STREAM_BYTES_MIN
-        size = -(-num_blocks // max(1, min(STREAMS_MAX, wanted, num_blocks)))
-        return [range(first, min(first + size, num_blocks)) for first in range(0, num_blocks, size)]
+        spans = self._owner.pool.spans
+        wanted = spans.num_bytes(block_ids) // _STREAM_BYTES_MIN
+        return spans.shares(block_ids, max(1, min(STREAMS_MAX, wanted)))
 
     async def _receive(self, call: Any, blocks: PoolReservation, part: range) -> None:
         """Writes the call's messages into the pool as they arrive."""

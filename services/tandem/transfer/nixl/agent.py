@@ -66,8 +66,8 @@ def _warn_of_other_cuda(module: str) -> None:
     """Logs once if this module of NIXL and PyTorch are built for different versions of CUDA."""
     if why := why_cuda_differs(module):
         log.warning(
-            "%s, so NIXL may be unable to read the GPU's memory, and KV blocks are then sent over "
-            "gRPC; install nixl-cu%s",
+            "%s, so NIXL may be unable to read the GPU's memory. If so, KV blocks are sent "
+            "over gRPC. To use NIXL, install nixl-cu%s",
             why,
             cuda_of_torch(),
         )

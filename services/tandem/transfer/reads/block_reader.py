@@ -293,8 +293,8 @@ class BlockReader:
         self._abandoned.clear()
         block_ids = self._fence.renewed()
         log.info(
-            "all abandoned reads were ended; the %d KV blocks that they could still write can be "
-            "used again",
+            "all abandoned reads were ended; %d KV blocks that were targets of these reads "
+            "can be used again",
             len(block_ids),
         )
         return block_ids
@@ -332,19 +332,20 @@ class BlockReader:
         _check_range(pull.local_block_ids, self._spans.num_blocks)
         if self._fence.refuses(self._clock()):
             raise QueueFull(
-                "new pulls are refused for a short time, because pulls that failed may still write "
-                "too many KV blocks; their reads are ended once no pull is running"
+                "new pulls are refused for a short time: the reads of failed pulls may still "
+                "write to too many KV blocks. These reads are ended as soon as no pull is "
+                "running"
             )
         for active in self._pulls.values():
             if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):
                 raise BadRequest(
-                    f"the new pull is refused: the pull {active.pull.pull_id} already writes to a "
-                    "block that is also a target of the new pull"
+                    f"the new pull is refused: the pull {active.pull.pull_id} is still "
+                    "writing to one of the new pull's target blocks"
                 )
         if fenced := self._fence.fenced(pull.local_block_ids):
             raise BadRequest(
-                f"no pull may write block {min(fenced)} yet, because an abandoned read may still "
-                "write it"
+                f"block {min(fenced)} cannot be the target of a pull yet, because an "
+                "abandoned read may still write to this block"
             )
 
     def _begin(self, pull: Pull) -> None:
@@ -367,7 +368,7 @@ class BlockReader:
         self._pulls[pull.pull_id] = PullInPieces(
             pull,
             sources,
-            num_bytes=self._spans.num_bytes(pull.local_block_ids or pull.producer_block_ids),
+            sizes=self._spans.sizes(pull.local_block_ids or pull.producer_block_ids),
             piece_size=self._piece_size,
             clock=self._clock,
         )

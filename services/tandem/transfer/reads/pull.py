@@ -46,7 +46,8 @@ class Source:
 class PullInPieces:
     """A pull of a peer's blocks into the local KV pool, or a probe into scratch memory.
 
-    `num_bytes` is the total size of the pull's blocks. `clock` returns the time in seconds.
+    `sizes` has the bytes of each of the pull's blocks. In a model with several KV groups, they
+    differ. `clock` returns the time in seconds.
     """
 
     def __init__(
@@ -54,18 +55,17 @@ class PullInPieces:
         pull: Pull,
         sources: Sequence[Source],
         *,
-        num_bytes: int,
+        sizes: Sequence[int],
         piece_size: PieceSize,
         clock: Callable[[], float],
     ) -> None:
         self.pull = pull
         self.started_at = clock()
         self.reads: list[Read] = []
-        self.num_bytes = num_bytes
+        # For each block, the bytes of all blocks up to this one.
+        self._ends = np.cumsum(sizes)
+        self.num_bytes = int(self._ends[-1])
         self.post_s = 0.0  # seconds spent in the agent's calls that start reads
-        # Mean number of bytes of a block. In a model with several KV groups, the blocks of a pull
-        # differ in size.
-        self._block_bytes = max(1, num_bytes // len(pull.producer_block_ids))
         self._piece_size = piece_size
         self._clock = clock
         self._producer_ids = np.array(pull.producer_block_ids, np.int32)
@@ -111,9 +111,13 @@ class PullInPieces:
     def _start(self, instance: AgentInstance) -> None:
         agent = instance.agent
         source = self._sources[0]
-        block_bytes = max(1, int(self._block_bytes * source.share))
-        num_blocks = max(1, self._piece_size.num_bytes // block_bytes)
-        piece = slice(self._num_started, self._num_started + num_blocks)
+        first = self._num_started
+        before = int(self._ends[first - 1]) if first else 0
+        most = before + self._piece_size.num_bytes / source.share
+        # A piece has whole blocks, and at least one.
+        end = max(first + 1, int(np.searchsorted(self._ends, most, "right")))
+        num_bytes = int((self._ends[end - 1] - before) * source.share)
+        piece = slice(first, end)
         producer_ids = self._producer_ids[piece]
         handle = agent.create_block_read(
             producer_list=source.rank.block_list,
@@ -135,7 +139,7 @@ class PullInPieces:
         self.post_s += took_s
         read.ended = state is ReadState.FAILED
         if state is ReadState.DONE:
-            self._piece_size.observe(len(producer_ids) * block_bytes, took_s)
+            self._piece_size.observe(num_bytes, took_s)
             self.reads.remove(read)
             instance.release_later(handle)
         elif state is ReadState.FAILED:

@@ -300,7 +300,7 @@ class PromptPrefill:
             )
         except TandemError as error:
             log.warning(
-                "no connection to prefill worker %s, so the prompt is computed elsewhere: %s",
+                "cannot connect to prefill worker %s, so another worker computes the prompt: %s",
                 candidate.worker_id,
                 error,
             )

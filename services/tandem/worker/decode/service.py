@@ -175,10 +175,10 @@ class DecodeService:
             candidates = []
         local_tokens_max = transfer.local_prefill_max_tokens
         # `fork_of` is an earlier request with the same prompt that was sent to this worker. So all
-        # full blocks of the prompt are probably cached here. At most one block of tokens is then
-        # missing, and local prefill is fastest.
+        # full blocks of the prompt are probably cached here. At most one block of tokens, or the
+        # tokens after the last frozen state, are then missing, and local prefill is fastest.
         if submit.fork_of:
-            local_tokens_max = max(local_tokens_max, self._config.engine.block_size)
+            local_tokens_max = max(local_tokens_max, self._prefixes.depth_step_tokens)
         spec = sequence_spec(
             submit.input,
             sequence_id=sequence_id,
@@ -189,7 +189,7 @@ class DecodeService:
             late_s=stream.transit.late_s(submit.sent_at_s),
         )
         others = (h for h in submit.prefix_holders if h.worker_id != self._config.worker_id)
-        holders = self.planner.alive(others)
+        holders = self.planner.alive(self._prefixes.resumable(others, len(spec.token_ids)))
         span = NO_SPAN
         if submit.HasField("trace"):
             attributes: Attributes = {

@@ -60,9 +60,9 @@ async def verify(
     for index, value in zip(indices, hashes, strict=True):
         if value != expected[index]:
             raise BlockMismatch(
-                f"block {run.first_block + index} differs from the peer's: its checksum is "
-                f"{value:016x} on this worker, but {expected[index]:016x} in block "
-                f"{run.block_ids[index]} of the peer"
+                f"block {run.first_block + index} of this worker has the checksum "
+                f"{value:016x}, but block {run.block_ids[index]} of the peer has the checksum "
+                f"{expected[index]:016x}"
             )
 
 

@@ -224,7 +224,8 @@ class ConsumerLease:
                     case "refused":
                         is_late = event.refused.code == Overloaded.code
                         raise (Overloaded if is_late else WorkerLost)(
-                            f"{self.peer.worker_id} refused the lease: {event.refused.message}",
+                            f"{self.peer.worker_id} refused the lease of KV blocks: "
+                            f"{event.refused.message}",
                             retry_after_s=event.refused.wait_estimate_s,
                         )
                     case "run":
@@ -239,9 +240,9 @@ class ConsumerLease:
                         on_answer(event)
                         if self._next_block != self._end_block:
                             raise LeaseLost(
-                                f"{self.peer.worker_id} announced the KV blocks before number "
-                                f"{self._next_block}; this worker needs those before number "
-                                f"{self._end_block}"
+                                f"{self.peer.worker_id} announced only the KV blocks below "
+                                f"number {self._next_block}; this worker needs all KV blocks "
+                                f"below number {self._end_block}"
                             )
                         self._is_answered = True
                         stream.engine_waited_for = False
@@ -305,8 +306,8 @@ class ConsumerLease:
         same = released.epoch == self._epoch and released.lease_id == self._lease_id
         if not (same and released.whole):
             raise LeaseLost(
-                f"{self.peer.worker_id} did not hold the KV blocks until the pulls had ended, so "
-                "they are not used"
+                f"{self.peer.worker_id} released the KV blocks before the pulls had ended, so "
+                "the pulled blocks are not used"
             )
         if not (self._is_answered and self._is_release_sent and self._is_whole):
             raise LeaseLost(f"{self.peer.worker_id} ended the lease before all blocks were read")

@@ -88,7 +88,7 @@ class LeaseStream:
                 await self._call.write(command)
         except TimeoutError:
             raise ProducerSilent(
-                f"{self._peer.worker_id} reads no messages of the stream"
+                f"{self._peer.worker_id} has stopped reading the messages of the lease"
             ) from None
 
     async def read(self) -> pb.PrefillEvent:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.config.worker import WorkerConfig
-from tandem.models.memory import read_memory
+from tandem.engine.memory import read_memory
 from tandem.net.observability.log_file import FILE_VARIABLE
 
 _LOOK_S = 2.0

@@ -72,5 +72,7 @@ async def tell_loading(config: WorkerConfig, progress: Callable[[], tuple[int, i
             async with asyncio.timeout(_END_DEADLINE_S):
                 await registry.end_loading(config.worker_id)
         except (*UNREACHABLE, RedisError, TimeoutError) as error:
-            log.debug("the progress of loading could not be removed from Redis: %r", error)
+            log.debug(
+                "the loading progress of the model could not be removed from Redis: %r", error
+            )
         await redis.aclose()

@@ -75,7 +75,8 @@ class Servicer(WorkerServicer):
         if request.tier and request.tier not in (tiers := self._worker.config.engine.tiers):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"tier is {request.tier!r}; this worker's tiers are {', '.join(tiers) or 'none'}",
+                f"tier is {request.tier!r}, but this worker's tiers are "
+                f"{', '.join(tiers) or 'none'}",
             )
         hashes = await self._worker.link.list_blocks(
             bucket_start(first), bucket_start(end), request.tier

@@ -131,8 +131,8 @@ class Worker:
         self.link = EngineLink(self.config, self.epoch, self._on_event, self._engine)
         if self.config.transfer.nixl_tcp == "insecure":
             log.warning(
-                "--nixl-tcp insecure: anyone who reaches this worker's UCX port can write into the "
-                "engine's memory; use it only on a private network"
+                "--nixl-tcp insecure: anyone who reaches this worker's UCX port can write "
+                "into the engine's memory. Use this option only on a private network"
             )
         try:
             await self.adapters.read_own()
@@ -343,8 +343,9 @@ class Worker:
     async def _warm(self) -> None:
         if self.config.transfer.warm_blocks and self.compatibility.has_windows_only:
             log.warning(
-                "this new worker copies no cached blocks from others: all layers of the model have "
-                "a sliding window, so no worker has the blocks of a whole prompt"
+                "this new worker copies no cached blocks from other workers: all layers of "
+                "the model have a sliding window, so no worker keeps the blocks of a whole "
+                "prompt"
             )
         elif self.config.transfer.warm_blocks:
             await self._warmer.run(await self.peers.all_connected())

@@ -19,8 +19,8 @@ from tandem.common.engine_counts import EngineTally
 from tandem.common.kv_tiers import SHARED_TIERS
 from tandem.common.perf_model.rates import PairRate
 from tandem.common.worker_load import TierUse, WorkerLoad
+from tandem.engine.memory import read_memory
 from tandem.engine.types import EngineStats, StepReport, TierStats
-from tandem.models.memory import read_memory
 from tandem.net.bounded_server import BoundedServer
 from tandem.net.observability.metrics import MetricSet, counter, gauge, gauges, histogram
 from tandem.prefix_index.publisher import Publisher

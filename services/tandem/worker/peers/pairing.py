@@ -195,14 +195,14 @@ class Pairing:
             raise WorkerLost(f"{error.code().name}: {error.details()}") from None
         if response.epoch != peer.epoch:
             raise WorkerLost(
-                f"another process, with epoch {response.epoch}, now answers at the address of this "
-                f"worker, which had epoch {peer.epoch}"
+                f"worker {peer.worker_id} was replaced: the process at its address now has "
+                f"the epoch {response.epoch} instead of {peer.epoch}"
             )
         theirs = to_struct(KvCompatibility, response.compatibility)
         if differences := self._compatibility.differences(theirs):
             raise Incompatible(
-                f"this worker cannot read KV blocks of {peer.worker_id}: on this worker, "
-                + "; ".join(differences)
+                f"this worker cannot read KV blocks of {peer.worker_id}, because they differ: "
+                "on this worker, " + "; ".join(differences)
             )
         return response
 

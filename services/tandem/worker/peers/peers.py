@@ -164,7 +164,7 @@ class Peers:
             )
         except Exception:
             log.exception(
-                "an unexpected error ended the new measurement of the transports to %s",
+                "measuring the transports to %s again failed with an unexpected error",
                 peer.worker_id,
             )
         finally:

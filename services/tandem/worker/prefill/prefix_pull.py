@@ -25,6 +25,7 @@ from tandem.common.config.worker import WorkerConfig
 from tandem.common.perf_model.predict import ASK_S, prefill_seconds
 from tandem.common.perf_model.rates import PairRate
 from tandem.common.perf_model.soonest import Offer
+from tandem.engine.cache.checkpoints import checkpoint_spacing
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import TandemError
 from tandem.net.observability.logs import about
@@ -64,6 +65,11 @@ class PrefixPuller:
         self._config = config
         self._compatibility = compatibility
         self._block_size = compatibility.block_size
+        # Prompts can resume only after multiples of this number of tokens. With states, holders
+        # have no state after other tokens.
+        self.depth_step_tokens = self._block_size
+        if compatibility.has_states:
+            self.depth_step_tokens = checkpoint_spacing(self._block_size)
         self._peers = peers
         self._rates = rates
         self._metrics = metrics
@@ -80,15 +86,12 @@ class PrefixPuller:
         """
         if spec.sampling.prompt_logprobs is not None:
             return None
-        num_reusable = (len(spec.token_ids) - 1) // self._block_size
         connected = [
             ConnectedHolder(
-                num_blocks * self._block_size, rate, each.worker_id, each.epoch, each.address
+                each.num_blocks * self._block_size, rate, each.worker_id, each.epoch, each.address
             )
-            for each in holders
-            if each.worker_id != self._config.worker_id
-            and (num_blocks := min(each.num_blocks, num_reusable))
-            and (rate := self._rate(each)) is not None
+            for each in self.resumable(holders, len(spec.token_ids))
+            if each.worker_id != self._config.worker_id and (rate := self._rate(each)) is not None
         ]
         chosen = self._worth_using(connected, spec, num_cached_blocks)
         if not chosen:
@@ -109,6 +112,27 @@ class PrefixPuller:
         )
         added = msgspec.structs.replace(spec, prefix_blocks=prefix_blocks, offer=offer)
         return PrefixPlan(added, chosen)
+
+    def resumable(
+        self, holders: Iterable[pb.PrefixHolder], num_tokens: int
+    ) -> list[pb.PrefixHolder]:
+        """Returns the holders with the depths at which a prompt of `num_tokens` tokens can resume
+        with their blocks. Leaves out holders without such a depth.
+
+        The last token must be computed. With states, a depth is rounded down to the last one at
+        which the holder can have a state. A router names more blocks of a worker that drains: all
+        that this worker has.
+        """
+        most = (num_tokens - 1) // self._block_size
+        step = self.depth_step_tokens // self._block_size
+        found = []
+        for each in holders:
+            depth = min(each.num_blocks, most) // step * step
+            if depth:
+                found.append(pb.PrefixHolder())
+                found[-1].CopyFrom(each)
+                found[-1].num_blocks = depth
+        return found
 
     async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
         """Pulls the missing blocks of the prefix.
@@ -179,7 +203,9 @@ class PrefixPuller:
             if not self._compatibility.has_windows:
                 targets = targets[: len(wanted) - num_cached]
             try:
-                return await self._hold(lease, sequence_id, wanted, num_cached, targets)
+                num_blocks = await self._hold(lease, sequence_id, wanted, num_cached, targets)
+                if num_blocks > num_cached:
+                    return num_blocks
             except Exception as error:
                 # After any error the pulled blocks are discarded and the prefix is computed.
                 self._metrics.on_lost_lease(lease)

@@ -173,7 +173,7 @@ def test_parts_of_messages_pass_while_they_are_empty(name: str, value: Any) -> N
         chat(messages=[*HELLO, {**said, name: empty}])
     error = refused({"messages": [*HELLO, {**said, name: value}]}, chats=True)
     assert error.param == "messages"
-    assert f"messages.1.{name}: it is not supported" in error.message
+    assert f"messages.1.{name}: the field is not supported" in error.message
 
 
 def test_an_answer_goes_back_into_the_conversation() -> None:
@@ -263,7 +263,7 @@ def test_a_part_that_is_no_text_is_named(kind: str) -> None:
     parts = [{"type": "text", "text": "what is it?", "cache_control": {}}, {"type": kind, kind: {}}]
     error = refused({"messages": [*HELLO, {"role": "user", "content": parts}]}, chats=True)
     assert error.param == "messages"
-    where = f"messages.1.content: part 1 is of the type '{kind}'; this model takes text only"
+    where = f"messages.1.content: part 1 has the type '{kind}'; this model takes text only"
     assert where in error.message
 
 

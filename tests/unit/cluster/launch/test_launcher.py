@@ -52,10 +52,10 @@ def test_a_token_file_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("more", "num_gpus", "cards", "why"),
     [
-        ({}, 0, Cards(), "this machine shows none"),
+        ({}, 0, Cards(), "no GPU was found on this machine"),
         ({}, 1, Cards(fault="CUDA does not start: no (error 3)"), "CUDA does not start: no"),
         ({"num_decode": 3}, 1, Cards((80 << 30,)), "4 workers do not fit on 1 GPU"),
-        ({"num_decode": 2}, 2, Cards((80 << 30, 80 << 30)), "--workers-per-gpu to 2"),
+        ({"num_decode": 2}, 2, Cards((80 << 30, 80 << 30)), "--workers-per-gpu 2"),
         ({}, 1, Cards((9_000_000,)), "each of 2 workers may use 4,050,000 of a GPU's 9,000,000"),
     ],
 )

@@ -68,8 +68,8 @@ def test_a_member_that_no_other_host_takes_is_not_waited_for(
 
     said, redis = left(monkeypatch, pools)
     assert said == [
-        "[yellow]this host leaves now, although other hosts do not yet run enough processes of "
-        "these pools: router",
+        "[yellow]this host leaves now; on the other hosts, these pools do not have enough "
+        "processes yet: router",
         "draining the routers and workers of this host",
     ]
     assert not redis.words

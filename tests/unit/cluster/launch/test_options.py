@@ -107,7 +107,7 @@ def test_the_admin_listener_stays_on_loopback_when_the_public_one_moves() -> Non
     router = parse_router(command(options, "router"))
     assert (router.host, router.admin.host) == ("0.0.0.0", "127.0.0.1")
     assert options.admin_url == "http://127.0.0.1:9002"
-    with pytest.raises(ConfigError, match=r"reaches 0\.0\.0\.0"):
+    with pytest.raises(ConfigError, match=r"the cluster at 0\.0\.0\.0"):
         parse(LaunchOptions, "tandem up", ["--admin-host", "0.0.0.0"])
     with pytest.raises(ConfigError, match="--port and --admin-port are both 9000"):
         parse(LaunchOptions, "tandem up", ["--port", "9000", "--admin-port", "9000"])
@@ -186,31 +186,27 @@ class TestGpus:
         check_gpus(options, num_gpus, DRIVER, Cards())
 
     def test_without_a_gpu(self) -> None:
-        assert "needs an NVIDIA GPU, and this machine shows none: use --device cpu" in refusal(
-            "--device cuda", 0
-        )
+        why = refusal("--device cuda", 0)
+        assert "needs an NVIDIA GPU, but no GPU was found on this machine. Use --device cpu" in why
 
     def test_four_workers_on_one_gpu(self) -> None:
         assert refusal("--device cuda --prefill 2 --decode 2", 1) == (
-            "4 workers do not fit on 1 GPU, because a GPU may have at most 2 of them; lower "
-            "--prefill or --decode, or set --workers-per-gpu to 4, so that workers share a GPU's "
-            "memory"
+            "4 workers do not fit on 1 GPU (at most 2 on one GPU). Lower --prefill or --decode, or "
+            "let workers share a GPU's memory with --workers-per-gpu 4"
         )
-        assert (
-            "5 workers do not fit on 2 GPUs, because a GPU may have at most 1 of them"
-            in refusal("--device cuda --decode 4", 2)
+        assert "5 workers do not fit on 2 GPUs (at most 1 on one GPU)" in refusal(
+            "--device cuda --decode 4", 2
         )
 
     def test_ranks_need_a_gpu_each(self) -> None:
         two = "--device cuda --tensor-parallel 2"
         assert refusal(two, 1) == (
-            "--tensor-parallel 2 needs 2 GPUs for each worker, and this machine has 1 GPU; lower "
+            "--tensor-parallel 2 needs 2 GPUs for each worker, but this machine has 1 GPU; lower "
             "--tensor-parallel, or use --device cpu"
         )
         assert refusal(f"{two} --decode 3", 5) == (
-            "4 workers with 2 GPUs each do not fit on 5 GPUs, because a GPU may have at most 1 of "
-            "them; lower --prefill or --decode, or set --workers-per-gpu to 2, so that workers "
-            "share a GPU's memory"
+            "4 workers with 2 GPUs each do not fit on 5 GPUs (at most 1 on one GPU). Lower "
+            "--prefill or --decode, or let workers share a GPU's memory with --workers-per-gpu 2"
         )
 
     @pytest.mark.parametrize("listen", ["", " --listen 10.0.0.1"])
@@ -294,15 +290,17 @@ class TestGpuMemory:
         with pytest.raises(ConfigError) as refused:
             check_gpu_memory(options, model, Cards((GB // 2,)))
         assert refused.value.message == (
-            "each of 2 workers may use 225,000,000 of a GPU's 500,000,000 bytes "
-            "(--gpu-memory-utilization 0.9), which is too little for 269,030,016 bytes of weights; "
+            "269,030,016 bytes of weights do not fit: each of 2 workers may use 225,000,000 of a "
+            "GPU's 500,000,000 bytes (--gpu-memory-utilization 0.9); "
             "choose a smaller or a quantized model, start fewer workers on a GPU (--prefill, "
             "--decode), or use --device cpu"
         )
 
     def test_a_pool_that_is_larger_than_the_gpu(self) -> None:
         options = parse(LaunchOptions, "tandem up", ["--kv-memory", "600000000"])
-        with pytest.raises(ConfigError, match=r"--kv-memory 600000000: each of 2 workers .*lower"):
+        with pytest.raises(
+            ConfigError, match=r"--kv-memory 600000000 does not fit .*: each of 2 workers"
+        ):
             check_gpu_memory(options, None, Cards((GB,)))
         check_gpu_memory(options, None, Cards((GB, GB)))
 
@@ -313,7 +311,7 @@ class TestGpuMemory:
         (["--decode", "1:gpu"], "the label 'gpu' must be NAME=VALUE"),
         (["--decode", "x:gpu=a"], "is not a whole number"),
         (["--decode", "99"], "at most 64"),
-        (["--decode", "1:gpu=a"], "without --listen this machine is the only one"),
+        (["--decode", "1:gpu=a"], "needs --listen"),
     ],
 )
 def test_a_pool_whose_size_or_labels_are_wrong_is_refused(words: list[str], why: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine_driver import drive_all
+from tests.engine_driver import Outcome, drive, drive_all, make_spec
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine.tiny_runs import (
     Tiny,
@@ -62,11 +62,51 @@ def test_windows_of_some_layers(family: str, kernels: str, tmp_path: Path) -> No
     engine, _ = load(tiny, step_tokens=64, kernels=kernels)
     made = drive_all(engine, *requests()).token_ids
     assert made == drive_all(engine, *requests()).token_ids
+    check(tiny, made)
+
+
+def check(tiny: Tiny, made: dict[str, list[int]]) -> None:
     for i, prompt in enumerate(PROMPTS):
         with torch.no_grad():
             logits = tiny[1](torch.tensor([prompt + made[str(i)]])).logits[0]
         assert len(made[str(i)]) == NUM_TOKENS
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == made[str(i)]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma4",
+        "mimo-v2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4-moe", "gemma3n")),
+    ],
+)
+def test_groups_whose_heads_differ(family: str, kernels: str, tmp_path: Path) -> None:
+    """Cold in chunks, warm, preempted, migrated and forked."""
+    tiny = make_tiny_model(family, tmp_path, eos_token_id=None)
+    engine, _ = load(tiny, step_tokens=64, kernels=kernels)
+    made = drive_all(engine, *requests()).token_ids
+    check(tiny, made)
+    warm = drive_all(engine, *requests())
+    assert warm.token_ids == made
+    assert warm.ends["0"].num_cached_tokens >= 144
+    small, _ = load(tiny, num_blocks=11, kernels=kernels)
+    preempted = drive_all(small, *requests())
+    assert preempted.token_ids == made
+    assert sum(end.num_preemptions for end in preempted.ends.values()) > 0
+    other, _ = load(tiny, kernels=kernels)
+    moved = drive_all(other, *resumed(requests(), made, 7)).token_ids
+    assert moved == {name: tokens[7:] for name, tokens in made.items()}
+    outcome = Outcome()
+    for name in "0123":
+        spec = make_spec(
+            name, PROMPTS[0], max_tokens=NUM_TOKENS, fork_of="" if name == "0" else "0"
+        )
+        other.add(spec)
+        outcome.take(other.step())
+    drive(other, outcome)
+    assert list(outcome.token_ids.values()) == [made["0"]] * 4
 
 
 def test_float32_that_is_not_invariant(tiny: Tiny, expected: dict[str, list[int]]) -> None:

@@ -32,8 +32,8 @@ def test_bfloat16_is_refused_where_the_card_has_none(
     with pytest.raises(ConfigError) as error:
         check_dtypes(config, CUDA, dtype="bfloat16", checkpoint_dtype="bfloat16")
     assert str(error.value) == (
-        f"{name}=bfloat16: Tesla T4 (compute capability 7.5) has no bfloat16, which needs compute "
-        f"capability 8.0 or later; use {name}=auto, which means float32 on this card"
+        f"{name}=bfloat16 needs a card with compute capability 8.0 or later, not Tesla T4 (compute "
+        f"capability 7.5); use {name}=auto (float32 on this card)"
     )
     set_card(monkeypatch, "NVIDIA A100", (8, 0))
     assert has_bfloat16(CUDA)

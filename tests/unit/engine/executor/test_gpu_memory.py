@@ -188,7 +188,7 @@ class TestPlan:
             gpu(tmp_path).begin(395 * MB, 0)
         assert "may use 390,000,000 bytes: weights 395,000,000 bytes" in refused.value.message
         assert refused.value.message.endswith(
-            "peers, which keep its KV pool mapped; or choose a smaller or a quantized model"
+            "restart the peers of that worker, which keep its KV pool mapped"
         )
         gpu(tmp_path, kv_bytes_max=200 * MB).begin(199 * MB, 200 * MB)
 
@@ -197,7 +197,7 @@ class TestPlan:
         [
             (0.9, 0, "; choose a smaller or a quantized model"),
             (0.45, 0, "; start fewer workers on this GPU, raise --gpu-memory-utilization, or "),
-            (0.45, 600 * MB, "; end other programs on this GPU; if a worker"),
+            (0.45, 600 * MB, "; end other programs on this GPU, or choose a smaller"),
         ],
     )
     def test_the_remedy_follows_from_what_takes_the_memory(
@@ -283,7 +283,7 @@ class TestKilledWorker:
         assert 20 <= clock.now < 21
         assert plan._free_at_start == 1000 * MB
         (record,) = caplog.records
-        assert "0.2 of 1.0 GB are free; it waits up to 60 s" in record.getMessage()
+        assert "0.2 of 1.0 GB are free. The worker waits up to 60 s" in record.getMessage()
 
     def test_after_the_limit_the_worker_takes_what_is_free_or_is_refused(
         self, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -295,7 +295,7 @@ class TestKilledWorker:
         plan.begin(100 * MB, 0, 60)
         assert 60 <= clock.now < 61
         plan.release()
-        with pytest.raises(ConfigError, match="its peers keep its KV pool mapped until they are"):
+        with pytest.raises(ConfigError, match="restart the peers of that worker, which keep"):
             gpu(tmp_path, kv_bytes_max=700 * MB).begin(100 * MB, 700 * MB, 60)
 
     @pytest.mark.parametrize(("pool_bytes", "wait_s"), [(990 * MB, 60.0), (700 * MB, 0.0)])
@@ -366,7 +366,7 @@ class TestTurns:
 
     def test_a_lock_file_that_cannot_be_opened_is_named(self, card: Card, tmp_path: Path) -> None:
         (tmp_path / f"tandem-{os.getuid()}-gpu-0a1b.lock").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(ConfigError, match=r"gpu-0a1b\.lock, which lets workers .* set TMPDIR"):
+        with pytest.raises(ConfigError, match=r"gpu-0a1b\.lock for worker starts .* set TMPDIR"):
             gpu(tmp_path).begin(0, 0)
 
 
@@ -389,6 +389,15 @@ class TestLargestStep:
         assert [block for table in tables for block in table] == list(range(num_blocks))
         assert num_blocks == 4 + 3 + 3 + 3
         assert [s.other_tables for s in batch.slices] == [[table] for table in tables]
+
+    def test_each_sequence_has_one_slot_of_a_state_group(self) -> None:
+        batch, num_blocks = largest_step(
+            100, 4, max_model_len=60, block_size=16, blocks_max=100, num_groups=3, state_groups=(2,)
+        )
+        assert num_blocks == 4 + 3 + 3 + 3
+        assert [s.other_tables for s in batch.slices] == [
+            [piece.block_table, [number]] for number, piece in enumerate(batch.slices)
+        ]
 
     @pytest.mark.parametrize("tokens", [1, 2, 3, 64, 513])
     @pytest.mark.parametrize("seqs", [1, 2, 64])
@@ -428,9 +437,9 @@ class TestRunner:
             return load(*arguments, device=torch.device("cpu"), **named)
 
         monkeypatch.setattr(runner_module, "load_weights", load_weights)
-        folder, _ = make_tiny_model("gemma3", tmp_path / "model")
 
-        def make(**settings: Any) -> ModelRunner:
+        def make(family: str = "gemma3", **settings: Any) -> ModelRunner:
+            folder, _ = make_tiny_model(family, tmp_path / "model")
             config = EngineConfig(
                 model=str(folder.path), device="cuda", kernels="torch", **settings
             )
@@ -469,6 +478,23 @@ class TestRunner:
         assert left - engine.layout.block_bytes < engine.layout.pool_bytes <= left
         engine.close()
         gpu(tmp_path).begin(0, 0)  # the lock is free
+
+    def test_the_scratch_pool_has_a_slot_for_each_sequence(
+        self, on_card: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runner = on_card("qwen3-next", max_num_seqs=5, max_tokens_per_step=90, max_model_len=400)
+        pools = runner._make_pools
+        sizes: list[list[int]] = []
+
+        def make_pools(layout: Any) -> Any:
+            sizes.append(layout.sizes)
+            return pools(layout)
+
+        monkeypatch.setattr(runner, "_make_pools", make_pools)
+        runner.with_pool_size(self.config, 90)
+        ((num_blocks, num_slots),) = sizes
+        assert num_slots == 5
+        assert num_blocks > 25  # the contexts are as long as max_model_len
 
     @pytest.mark.parametrize(
         ("given", "num_blocks"), [({"num_blocks": 9}, 9), ({"kv_bytes_max": 1 << 20}, None)]

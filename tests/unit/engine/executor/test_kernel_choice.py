@@ -68,7 +68,7 @@ def test_without_a_c_compiler_torch_computes_and_it_is_said(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert choose_kernels(EngineConfig(model="m"), CUDA, MODEL) == "torch"
-    assert "the torch kernels are used" in caplog.text
+    assert "The torch kernels are used" in caplog.text
     assert "C compiler" in caplog.text
     with pytest.raises(ConfigError, match="C compiler"):
         choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, MODEL)
@@ -83,12 +83,29 @@ def test_latent_attention_needs_fast_numerics(path: Path) -> None:
         choose_kernels(replace(invariant, kernels="triton"), CUDA, LATENT)
 
 
-def test_models_that_only_torch_computes(path: Path) -> None:
+def test_models_whose_layers_differ_in_their_heads(path: Path) -> None:
     program(path, "gcc")
     model = model_of("Gemma4ForCausalLM", num_kv_shared_layers=1, sliding_window_pattern=2)
+    assert choose_kernels(EngineConfig(model="m"), CUDA, model) == "torch"
+    assert choose_kernels(EngineConfig(model="m"), torch.device("cpu"), model) == "native"
+    with pytest.raises(ConfigError, match="compute this model: layers have heads of different"):
+        choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, model)
+
+
+def test_several_ranks_of_torch_need_layers_alike(path: Path) -> None:
+    model = model_of("Gemma4ForCausalLM", num_kv_shared_layers=1, sliding_window_pattern=2)
+    config = EngineConfig(model="m", tensor_parallel=2)
+    assert choose_kernels(config, torch.device("cpu"), model) == "native"
+    with pytest.raises(ConfigError, match=r"with the torch kernels it must be 1 .* heads of diff"):
+        choose_kernels(replace(config, kernels="torch"), torch.device("cpu"), model)
+
+
+def test_copies_of_the_residual_stream_are_computed_by_torch(path: Path) -> None:
+    program(path, "gcc")
+    model = model_of("Gemma3nForCausalLM", num_kv_shared_layers=1, sliding_window_pattern=2)
     for device in (CUDA, torch.device("cpu")):
         assert choose_kernels(EngineConfig(model="m"), device, model) == "torch"
-    with pytest.raises(ConfigError, match="only the torch kernels compute layers with heads of"):
+    with pytest.raises(ConfigError, match="only the torch kernels compute a residual stream with"):
         choose_kernels(EngineConfig(model="m", kernels="native"), torch.device("cpu"), model)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
+from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.engine.cache.layout.pool_bytes import pool_bytes
+from tandem.engine.engine import Engine
 from tandem.engine.executor import rank_program
 from tandem.engine.executor import runner as runner_module
 from tandem.engine.executor.rank_memory import RankMemory
@@ -23,11 +26,16 @@ from tandem.engine.executor.rank_program import Member
 from tandem.engine.executor.ranks import messages
 from tandem.engine.executor.runner import ModelRunner, choose_device
 from tandem.engine.scheduler.batch import StepBatch
+from tandem.engine.tiers import make_tiers
+from tandem.engine.tiers.object_store import lookups
+from tandem.engine.tiers.tier import LoadRate
 from tandem.errors import ConfigError, InternalError
 from tandem.models.folder import ModelFolder
 from tandem_kernels.native.library import RankEnded
+from tests.model_engines import make_model_engine
 from tests.step_batches import mixed_steps, place
 from tests.unit.engine.executor.test_ranks import CHUNKS, PROMPTS, runner_of, tiny
+from tests.unit.engine.tiers.test_tiers import run as answer
 
 INVARIANT = {"kernels": "torch", "numerics": "invariant", "ranks_own_pools": True}
 
@@ -38,9 +46,22 @@ class ThreadAsMember:
     def __init__(self, folder: ModelFolder, config: EngineConfig, pool_fd: int, *_: object) -> None:
         self.memory = RankMemory.create(config.tensor_parallel)
         self._pipe, self._others = Pipe()
+        tier_pipe, others_tier = Pipe()
+        self.tier_pipes = [tier_pipe]
+        self.tier_memory_fd = os.memfd_create("tiers")
+        fds = [os.dup(fd) for fd in (others_tier.fileno(), self.tier_memory_fd)]
         _, unused = Pipe()
-        fd = os.dup(unused.fileno())
-        settings = messages.Settings(folder, config, 1, self.memory.fd, pool_fd, fd, None)
+        settings = messages.Settings(
+            folder,
+            config,
+            1,
+            self.memory.fd,
+            pool_fd,
+            os.dup(unused.fileno()),
+            None,
+            tier_memory_fd=fds[1],
+            tier_fd=fds[0],
+        )
         self._pipe.send(settings)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -165,11 +186,82 @@ def test_the_pools_are_as_large_as_the_fullest_gpu_allows(
     assert runner.with_pool_size(config, step_tokens=40).kv_bytes_max == 300
 
 
-def test_tiers_of_pools_that_are_apart_are_refused(
-    apart: Callable[..., ModelRunner], tmp_path: Path
+@pytest.fixture
+def _loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads do not depend on how busy the machine is."""
+    monkeypatch.setattr(LoadRate, "observe", lambda *_: None)
+    monkeypatch.setattr(StepTimeModel, "prefill_rate", None)
+    monkeypatch.setattr("tandem.engine.tiers.tiers.STALL_S", 600.0)
+    monkeypatch.setattr("tandem.engine.tiers.writes.HUNG_S", 600.0)
+
+
+@contextmanager
+def engine_of(folder: ModelFolder, num_ranks: int, **settings: Any) -> Iterator[Engine]:
+    """An engine with 12 blocks of 8 tokens in each KV group."""
+    settings = {"block_size": 8, "num_blocks": 12, "kv_tier_policy": "lru"} | settings
+    engine, runner = make_model_engine(folder, tensor_parallel=num_ranks, **INVARIANT | settings)
+    try:
+        yield engine
+        engine.close()
+    finally:
+        runner.close()
+
+
+TIERS: dict[str, dict[str, Any]] = {
+    "host": {"kv_host_bytes": 4 << 20},
+    "disk": {"kv_disk_path": "PATH", "kv_disk_bytes": 4 << 20},
+    "store": {"kv_store_url": "s3://bucket/kv"},
+}
+# A prompt takes 8 of the 12 blocks.
+ASKED = [[(13 * i + start) % 200 for i in range(57)] for start in (1, 2, 3, 1)]
+
+
+@pytest.mark.usefixtures("apart", "_loads_are_worth_it")
+@pytest.mark.parametrize(
+    ("family", "num_kv_heads", "tier"),
+    [("llama", 4, "host"), ("gemma3", 1, "host"), ("llama", 1, "disk")],
+)
+def test_blocks_that_left_the_pools_of_all_ranks_come_back(
+    family: str, num_kv_heads: int, tier: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"KV tiers \(host\) cannot be used with"):
-        apart(tiny("llama", tmp_path), kv_host_bytes=1 << 20, **INVARIANT)
+    folder = tiny(family, tmp_path / "model", num_kv_heads)
+    given = {name: str(tmp_path) if v == "PATH" else v for name, v in TIERS[tier].items()}
+    with engine_of(folder, 1) as engine:
+        expected = answer(engine, *ASKED)
+    with engine_of(folder, 2, **given) as engine:
+        found = answer(engine, *ASKED)
+    assert found.token_ids == expected.token_ids
+    assert found.ends["3"].cached == CachedTokens(**{tier: 56})
+
+
+@pytest.mark.usefixtures("apart", "_loads_are_worth_it")
+@pytest.mark.parametrize(
+    ("family", "num_kv_heads", "tier", "degrees"),
+    [("llama", 4, "disk", (2, 1)), ("gemma3", 1, "disk", (1, 2)), ("llama", 4, "store", (1, 2))],
+)
+def test_a_block_in_a_tier_does_not_depend_on_the_number_of_ranks(
+    family: str,
+    num_kv_heads: int,
+    tier: str,
+    degrees: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine loads what an engine with another number of ranks has written."""
+    if tier == "store":
+        store = pytest.importorskip("obstore").store.MemoryStore()
+        monkeypatch.setattr(make_tiers, "open_store", lambda _: store)
+        monkeypatch.setattr(lookups, "WAIT_SHARE", 1e9)
+        monkeypatch.setattr(lookups, "WAIT_S_MAX", 600.0)
+    folder = tiny(family, tmp_path / "model", num_kv_heads)
+    given = {name: str(tmp_path) if v == "PATH" else v for name, v in TIERS[tier].items()}
+    found = []
+    for degree in degrees:
+        with engine_of(folder, degree, **given) as engine:
+            found.append(answer(engine, ASKED[0]))
+    assert found[0].token_ids == found[1].token_ids
+    assert found[0].ends["0"].cached == CachedTokens()
+    assert found[1].ends["0"].cached == CachedTokens(**{tier: 56})
 
 
 class TestDevice:
@@ -185,7 +277,7 @@ class TestDevice:
 
     def test_too_few_gpus_are_refused(self) -> None:
         config = EngineConfig(model="", device="cuda", tensor_parallel=4)
-        with pytest.raises(ConfigError, match="4, but this process sees 2 GPUs"):
+        with pytest.raises(ConfigError, match="4, but this process has only 2 GPUs"):
             choose_device(config)
 
     def test_ranks_share_a_gpu_if_the_settings_say_so(self) -> None:

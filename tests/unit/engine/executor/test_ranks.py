@@ -17,7 +17,7 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import AdapterUnavailable, ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder
-from tandem.models.limits import why_only_torch
+from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import RankEnded
 from tandem_kernels.sampling import Draw
 from tests.lora_adapters import ALL, describe, write_adapter
@@ -31,7 +31,7 @@ PROMPTS = [[(7 * i + 3 * size) % 200 for i in range(size)] for size in (40, 17, 
 CHUNKS = (1, 3, 16, 40)
 
 
-LATENT = ("deepseek", "glm4-moe-lite", "mistral4")
+LATENT = ("deepseek", "glm5", "glm4-moe-lite", "mistral4")
 
 
 def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFolder:
@@ -42,13 +42,14 @@ def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFo
     folder = make_tiny_model(family, path, **sizes | kv_heads | more)[0]
     if folder.config.has_states:
         pytest.skip("several ranks cannot share states")
-    if why := why_only_torch(folder.config):
-        pytest.skip(why)
     return folder
 
 
 def runner_of(folder: ModelFolder, num_ranks: int, **more: Any) -> ModelRunner:
     settings = {"model": "", "device": "cpu", "kernels": "native", "block_size": 8} | more
+    needs_alike = settings["kernels"] != "native" or "kv_dtype" in settings
+    if needs_alike and (why := why_irregular(folder.config)):
+        pytest.skip(why)
     return ModelRunner(folder, EngineConfig(tensor_parallel=num_ranks, **settings))
 
 
@@ -65,6 +66,7 @@ def logits_of(folder: ModelFolder, num_ranks: int, **more: Any) -> list[torch.Te
     [
         ("qwen3-moe", 2, 4, {"numerics": "invariant"}),
         ("llama", 4, 1, {}),
+        ("gemma4", 2, 1, {"numerics": "invariant"}),
         *(
             pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
             for family in FAMILIES
@@ -253,14 +255,33 @@ def test_adapters_are_on_all_ranks(family: str, settings: dict[str, Any], tmp_pa
     assert not torch.equal(found[0][1], found[1][1])
 
 
-def test_copies_on_disk_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {**INVARIANT, "ranks_own_pools": True},
+        pytest.param(
+            {"device": "cuda", "kernels": "triton", "ranks_share_gpu": True}, marks=pytest.mark.gpu
+        ),
+    ],
+)
+def test_copies_on_disk_do_not_depend_on_the_number_of_ranks(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     folder = tiny("llama", tmp_path / "model")
     tier = {"kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 64 << 20}
     prompt = [(13 * i) % 200 for i in range(70)]
     found = []
     for num_ranks in (2, 1):
+        if num_ranks == 1:
+            settings = {name: v for name, v in settings.items() if name != "ranks_share_gpu"}
         engine, runner = make_model_engine(
-            folder, tensor_parallel=num_ranks, num_blocks=9, kv_tier_policy="lru", **tier
+            folder,
+            tensor_parallel=num_ranks,
+            num_blocks=9,
+            kv_tier_policy="lru",
+            **tier,
+            **settings,
         )
         found.append(answer(engine, prompt))
         engine.close()

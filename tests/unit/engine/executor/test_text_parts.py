@@ -321,7 +321,7 @@ def test_sizes_that_a_text_config_leaves_out_are_those_of_transformers() -> None
         (
             "Mllama",
             {"model_type": "mllama_text_model"},
-            r"not even its text part alone \('mllama_text_model'\)",
+            r"and neither is its text part \('mllama_text_model'\) alone",
         ),
         ("PaliGemma", {"model_type": "gemma2"}, "PaliGemmaForConditionalGeneration is not supp"),
         ("Llava", {"model_type": 5}, "of the family 5"),

@@ -7,6 +7,8 @@ import pytest
 from tandem.engine.engine import Engine
 from tandem.engine.types import Mode
 from tests.engine_driver import Outcome, drive, drive_all, make_engine, make_spec
+from tests.grouped_toy import STATE, GroupedToyRunner, make_grouped_engine
+from tests.grouped_toy import continuation as continuation_of_groups
 from tests.toy_runner import continuation
 
 PROMPT = [(7 * i + i // 5) % 11 for i in range(42)]
@@ -181,3 +183,53 @@ def test_another_salt_waits_for_nobody() -> None:
     engine.add(make_spec("a", PROMPT))
     engine.add(make_spec("b", PROMPT, cache_salt=b"salt"))
     assert [each.sequence_id for each in engine.step().admitted] == ["a", "b"]
+
+
+class TestStates:
+    """A sequence can resume only where the states of another are frozen: in the toy, after blocks 2
+    and 4 of a prompt of 20 tokens, which has 5 blocks."""
+
+    PROMPT = list(range(20))
+
+    def make(self, *, tokens_per_step: int = 4) -> tuple[Engine, GroupedToyRunner]:
+        return make_grouped_engine(
+            (None, STATE), num_blocks=100, max_tokens_per_step=tokens_per_step
+        )
+
+    def test_it_waits_for_a_frozen_state(self) -> None:
+        engine, _ = self.make()
+        engine.add(make_spec("a", self.PROMPT))
+        engine.add(make_spec("b", self.PROMPT))
+        outcome = Outcome()
+        outcome.take(engine.step())
+        assert waiting(engine) == ["b"]
+        drive(engine, outcome)
+        assert outcome.token_ids["a"] == outcome.token_ids["b"]
+        assert outcome.ends["b"].num_cached_tokens == 16
+
+    def test_it_does_not_wait_for_blocks_without_a_state(self) -> None:
+        """The first state is frozen after token 8; both begin with 7 tokens."""
+        engine, _ = self.make()
+        engine.add(make_spec("a", self.PROMPT))
+        engine.add(make_spec("b", [*self.PROMPT[:7], 99, 98]))
+        report = engine.step()
+        assert [each.sequence_id for each in report.admitted] == ["a"]
+        assert waiting(engine) == ["b"]  # the tokens of the step are used up
+        assert not engine._scheduler.waiting[0].shared_since
+
+    def test_it_does_not_wait_for_running_states_that_a_peer_sends(self) -> None:
+        engine, _ = self.make(tokens_per_step=100)
+        engine.add(make_spec("a", self.PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
+        for name, prompt in (("b", self.PROMPT), ("c", [7])):
+            engine.add(make_spec(name, prompt))
+        outcome = drive(engine)
+        for name, prompt in (("b", self.PROMPT), ("c", [7])):
+            assert outcome.token_ids[name] == continuation_of_groups(prompt, 5, (None, STATE))
+
+    @pytest.mark.parametrize("num_common", [16, 15])
+    def test_it_waits_for_a_prefix_that_a_peer_sends_with_a_state(self, num_common: int) -> None:
+        engine, _ = self.make(tokens_per_step=100)
+        engine.add(make_spec("a", self.PROMPT, prefix_blocks=4))
+        engine.add(make_spec("b", [*self.PROMPT[:num_common], *[99] * (20 - num_common)]))
+        drive(engine)
+        assert waiting(engine) == (["b"] if num_common == 16 else [])

@@ -253,6 +253,8 @@ def test_a_folder_with_one_manifest_lost_loses_that_group(tmp_path: Path) -> Non
         ("mistral-window", "auto"),
         ("gemma3", "int8"),
         ("deepseek-v3", "int8"),
+        ("gemma4", "auto"),
+        pytest.param("mimo-v2", "auto", marks=pytest.mark.slow),
         pytest.param("gemma3", "auto", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "auto", marks=pytest.mark.slow),
     ],

@@ -8,6 +8,7 @@ import pytest
 from transformers import Olmo3Config
 
 from tandem.errors import UnsupportedModel
+from tandem.models.config.gemma3n import AltUp
 from tandem.models.config.layers import Heads
 from tandem.models.config.model import ModelConfig
 
@@ -55,15 +56,62 @@ def test_layers_of_gemma_4() -> None:
         ({"sliding_window": None, "layer_types": None}, "sliding_window is None"),
         ({"layer_types": TYPES[::-1]}, "layer_types must end with full_attention"),
         ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4, which is too large"),
-        ({"per_layer_config": {"0": {"head_dim": 8}}}, "different heads to layers of one kind"),
-        ({"per_layer_config": {"0": {"window": 8}}}, "it must give head_dim and num_key_value"),
-        ({"enable_moe_block": True}, "enable_moe_block is True, which is not supported"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "different values of head_dim or num_key"),
+        ({"per_layer_config": {"0": {"window": 8}}}, "only the keys head_dim and num_key_value"),
+        ({"enable_moe_block": True}, "num_local_experts is None; it must be a positive integer"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False, which is not supported"),
         ({"vocab_size_per_layer_input": 64}, "it must be at least vocab_size, 128"),
     ],
 )
 def test_what_gemma_4_cannot_have_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         read("Gemma4", **{"layer_types": TYPES} | changes)
+
+
+def test_experts_of_gemma_4_are_beside_the_mlp() -> None:
+    sizes = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 40}
+    shared = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "layer_types": TYPES}
+    config = read("Gemma4", enable_moe_block=True, **sizes, **shared)
+    experts = [layer.experts for layer in config.layers]
+    assert [each and (each.num, each.top_k, each.inner) for each in experts] == [(8, 2, 40)] * 4
+    assert [each and each.shared_inner for each in experts] == [96, 96, 192, 192]
+    assert not any(layer.experts for layer in read("Gemma4", layer_types=TYPES, **sizes).layers)
+
+
+def test_layers_of_gemma_3n() -> None:
+    config = read(
+        "Gemma3n",
+        intermediate_size=[96, 64, 96, 80],
+        layer_types=TYPES,
+        num_kv_shared_layers=2,
+        activation_sparsity_pattern=[0.95, 0, 0.0, 0.5],
+        vocab_size_per_layer_input=120,
+    )
+    assert config.intermediate_size == 96
+    assert [layer.inner for layer in config.layers] == [96, 64, 96, 80]
+    assert [layer.sparsity for layer in config.layers] == [0.95, 0.0, 0.0, 0.5]
+    assert [layer.kv_source for layer in config.layers] == [None, None, 0, 1]
+    assert config.attention_scale == 1.0
+    assert config.alt_up == AltUp(4, 0, True, 64)
+    many = read("Gemma3n", num_hidden_layers=12, num_kv_shared_layers=0, sliding_window=40).layers
+    assert [layer.sparsity for layer in many] == [0.95] * 10 + [0.0] * 2
+    assert [layer.window for layer in many[3:6]] == [40, None, 40]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"altup_active_idx": 4}, "altup_active_idx is 4; it must be less than altup_num_inputs"),
+        ({"activation_sparsity_pattern": [1.0] * 4}, "must have a number of at least 0 and below"),
+        ({"activation_sparsity_pattern": 0.5}, "must be a list with a value for each of 4 layers"),
+        ({"intermediate_size": [96, 64]}, "must be a list with a value for each of 4 layers"),
+        ({"intermediate_size": [96, 64, 0, 1]}, "intermediate_size is 0; it must be a positive"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3, which is too large"),
+    ],
+)
+def test_what_gemma_3n_cannot_have_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read("Gemma3n", **{"layer_types": TYPES, "num_kv_shared_layers": 0} | changes)
 
 
 def test_layers_of_mimo_v2() -> None:

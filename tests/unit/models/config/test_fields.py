@@ -137,7 +137,8 @@ def ropes_changed(ropes: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def cases(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key in config.keys() - LEFT_OUT:
         yield from ((key, value) for value in changed(config[key]))
-    yield from (("rope_parameters", each) for each in ropes_changed(config["rope_parameters"]))
+    ropes = config.get("rope_parameters") or {}
+    yield from (("rope_parameters", each) for each in ropes_changed(ropes))
     for key, values in OTHERS.items():
         yield from ((key, value) for value in values if config.get(key, GONE) != value)
 

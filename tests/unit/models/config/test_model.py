@@ -108,7 +108,7 @@ def test_generation_config_decides_what_ends_a_sequence():
     ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*Qwen3"),
-        ({"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM is not supported"),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, "DeepseekV4ForCausalLM is not supported"),
         ({"architectures": []}, "none named"),
         ({"quantization_config": {"quant_method": "x"}}, "quant_method is 'x'"),
         (
@@ -140,7 +140,7 @@ def test_a_model_of_images_is_refused_by_name_before_a_weight_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    named = "AyaVisionForConditionalGeneration is not supported, not even its text part"
+    named = "AyaVisionForConditionalGeneration is not supported, and neither is its text part"
     with pytest.raises(UnsupportedModel, match=named):
         read_folder(tmp_path)
 

@@ -115,7 +115,7 @@ def test_longrope_chooses_by_the_longest_context():
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs factor, a number > 0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "for each layer type"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be at most 1"),
     ],
 )

@@ -240,9 +240,7 @@ def test_defaults_of_sampling(tmp_path, tiny_gguf):
 
 def test_another_table_is_refused(tmp_path, tiny_gguf):
     table = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
-    with pytest.raises(
-        UnsupportedModel, match=r"rope_freqs\.weight has other values than Llama 3's"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight does not have the values of"):
         convert(tmp_path, tiny_gguf, NORM | table)
 
 
@@ -265,7 +263,7 @@ def test_another_table_is_refused(tmp_path, tiny_gguf):
         ({"keys": {"rope.dimension_count": 8}}, "rope.dimension_count 8 .* head size 16"),
         ({"keys": {"attention.head_count_kv": [2, 4]}}, "differs from layer to layer"),
         ({"tokenizer": "bert"}, "tokenizer bert is not supported; supported are gpt2"),
-        ({"tokenizer": "llama"}, "no score for each token"),
+        ({"tokenizer": "llama"}, "a score for each token"),
         ({"pre": "command-r"}, "pre-tokenizer command-r .* smollm"),
     ],
 )
@@ -309,7 +307,7 @@ def test_groups_that_older_converters_left_out_are_those_of_the_published_sizes(
     [
         ("attention.head_count_kv", 2, "attention it must be 1 or head_count, 4"),
         ("attention.key_length", 40, r"must be \[48, 32\]: kv_lora_rank \+ rope"),
-        ("attention.key_length_mla", 16, "less than the size of a head's key, 16"),
+        ("attention.key_length_mla", 16, "less than 16, the size of a head's key"),
         ("attention.value_length_mla", None, "has only one of key_length_mla and"),
         ("attention.kv_lora_rank", None, "the GGUF file has no deepseek2.attention.kv_lora_rank"),
         ("attention.temperature_scale", 0.1, "deepseek2.attention.temperature_scale is 0.1"),

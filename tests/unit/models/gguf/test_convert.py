@@ -160,11 +160,11 @@ def test_parts_that_are_missing_or_are_of_another_model_are_named(tmp_path, tiny
         refused(part, "one of 4 parts .* lacks m-00002-of-00004.gguf, m-00004-of-00004.gguf$")
     parts[1].write_bytes(contents[2])
     parts[3].write_bytes(contents[3])
-    refused(parts[0], r"m-00002-of-00004\.gguf: split\.no is 2; it must be 1, because")
+    refused(parts[0], r"m-00002-of-00004\.gguf: split\.no is 2; it must be 1. The")
     parts[1].write_bytes(contents[1][:-1])
     refused(parts[0], r"m-00002-of-00004\.gguf cannot be read as a GGUF file")
     (tmp_path / "renamed.gguf").write_bytes(contents[0])
-    refused(tmp_path / "renamed.gguf", "it is one of 4 files of a model; join them with")
+    refused(tmp_path / "renamed.gguf", "the file is one of 4 files of a model. Join")
     (tmp_path / "m-00005-of-00004.gguf").write_bytes(contents[0])
     refused(tmp_path / "m-00005-of-00004.gguf", "the part number 00005 in its name")
     for part, content in zip(parts, contents, strict=True):
@@ -177,14 +177,14 @@ def test_parts_that_are_missing_or_are_of_another_model_are_named(tmp_path, tiny
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"tokenizer.ggml.merges": None}, "has no tokenizer.ggml.merges; with"),
+        ({"tokenizer.ggml.merges": None}, "lacks tokenizer.ggml.merges"),
         (
             {"tokenizer.ggml.merges": ["Ġ t", "ab"]},
             "entry 1 of tokenizer.ggml.merges is 'ab'; it must be two",
         ),
         ({"tokenizer.ggml.merges": ["Ġ xyz"]}, "entry 0 of .*merges is 'Ġ xyz'; it must be two"),
         ({"tokenizer.ggml.merges": 5}, "merges is 5; it must be a list of texts"),
-        ({"tokenizer.ggml.tokens": None}, "has no tokenizer.ggml.tokens; it must have this list"),
+        ({"tokenizer.ggml.tokens": None}, "lacks tokenizer.ggml.tokens, the list"),
         ({"tokenizer.ggml.tokens": [1, 2]}, r"tokens is \[1, 2\]; it must be a list of texts"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "token_type has 2 items; it must have one for"),
         ({"tokenizer.ggml.token_type": "x"}, "token_type is 'x'; it must be a list of integers"),

@@ -538,7 +538,7 @@ def test_linear_attention_stays_quantized(
     linear, full = (kept.native._model.layers[layer] for layer in range(2))
     for product in (linear.qkv, linear.attention_out, full.qkv, full.attention_out):
         assert product.kind == Kind.Q8_0
-    assert full.has_gates
+    assert full.num_gates
     rest = linear.qkv.rest
     assert (ctypes.cast(rest, ctypes.POINTER(Matrix))[0].kind == Kind.F32) if dense else not rest
     alike = []

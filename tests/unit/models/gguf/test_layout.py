@@ -41,12 +41,12 @@ NESTED = struct.pack("<IQ", ARRAY, 1) * 1000
 BROKEN = {
     "empty": (b"", "empty"),
     "another format": (b"PK\x03\x04" + bytes(100), "does not begin with the bytes GGUF"),
-    "version 1": (header(version=1), "its GGUF version is 1"),
-    "big-endian": (header(version=3 << 24), "it is big-endian, but only little-endian files are"),
+    "version 1": (header(version=1), "the file's GGUF version is 1"),
+    "big-endian": (header(version=3 << 24), "the file is big-endian, but only little-endian"),
     "cut in the header": (b"GGUF\x03", "within its metadata"),
     "keys that it lacks": (header(num_keys=10), "within its metadata"),
-    "countless keys": (header(num_keys=HUGE), "it has 9223372036854775807 keys"),
-    "countless tensors": (header(num_tensors=HUGE), "it has 9223372036854775807 tensors"),
+    "countless keys": (header(num_keys=HUGE), "the file has 9223372036854775807 keys"),
+    "countless tensors": (header(num_tensors=HUGE), "the file has 9223372036854775807 tensors"),
     "a long key": (header(num_keys=1) + struct.pack("<Q", HUGE), "within its metadata"),
     "a long string": (
         header(num_keys=1) + key(STRING, struct.pack("<Q", HUGE)),

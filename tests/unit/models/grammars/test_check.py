@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Kind, str, str]] = {
     "references": (
         "json_schema",
         references(2000),
-        "nested more than 250 levels deep, including the targets of its references",
+        "nested more than 250 levels deep; the levels in the targets of references count, too",
     ),
     "references of properties": (
         "json_schema",

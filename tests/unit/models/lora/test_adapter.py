@@ -152,19 +152,19 @@ def test_ranks_and_scales_have_patterns() -> None:
         ({"target_modules": None}, "target_modules is None"),
         (
             {"layers_to_transform": [0], "layers_pattern": "blocks"},
-            r"layers_pattern is \['blocks'\]; it must be layers, the name",
+            r"layers_pattern is \['blocks'\]; it must be \"layers\"",
         ),
         (
             {"layers_to_transform": [3, 4]},
-            r"layers_to_transform is \[3, 4\], but none of these .* that have one: from 0 to 2",
+            r"layers_to_transform is \[3, 4\], but none .* with such a module: from 0 to 2",
         ),
         (
             {"layers_to_transform": [0], "layers_pattern": "(layers|h)"},
-            r"layers_pattern is .*; it must be layers",
+            r"layers_pattern is .*; it must be \"layers\"",
         ),
         (
             {"layers_to_transform": [0], "target_modules": ".*lm_head"},
-            r"layers_to_transform is \[0\], but none of these .* that have one: none",
+            r"layers_to_transform is \[0\], but none of these .* with such a module: none",
         ),
         ({"exclude_modules": [*ALL]}, "exclude_modules .* excludes every module"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform is"),

@@ -46,10 +46,10 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "words": (split_by(r"^(\w+\s?)*$"), "fails or does not end on the text"),
     "replaces": (replace({"Regex": "(a+)+c"}, "b"), "fails or does not end on the text"),
     "two marks": (split_by(r"(\w+\s?)+!!"), "fails or does not end on the text"),
-    "a megabyte": (replace({"String": "a"}, "b" * 1_000_000), "1e.06 times as long"),
-    "doubles": (replace({"String": "a"}, "aa", 18), "2.62e.05 times as long"),
-    "doubles a word": (replace({"String": "word"}, "wordword", 30), "1.07e.09 times as long"),
-    "grows by an expression": (replace({"Regex": "q[ij]"}, "b" * 300), "300 times as long"),
+    "a megabyte": (replace({"String": "a"}, "b" * 1_000_000), "1e.06 times longer"),
+    "doubles": (replace({"String": "a"}, "aa", 18), "2.62e.05 times longer"),
+    "doubles a word": (replace({"String": "word"}, "wordword", 30), "1.07e.09 times longer"),
+    "grows by an expression": (replace({"Regex": "q[ij]"}, "b" * 300), "300 times longer"),
     "prepends": (
         lambda file: file.update(normalizer={"type": "Prepend", "prepend": "b" * 100_000}),
         "makes .* tokens of the text",
@@ -59,7 +59,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         lambda file: file.update(
             decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10**6}
         ),
-        "decoder can make a text 1e.06 times as long",
+        "decoder can make a text 1e.06 times longer",
     ),
     "no JSON": (lambda file: file.clear(), "loading it fails"),
 }

@@ -14,11 +14,11 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.memory import worker_need
 from tandem.errors import ConfigError, Incompatible
 from tandem.models.config.model import ModelConfig
 from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
-from tandem.models.memory import worker_need
 from tandem.models.shape import num_parameters
 from tandem.ops.kv_size.sizes import (
     KvSize,
@@ -101,6 +101,18 @@ def test_an_engine_of_latent_attention_allocates_what_was_computed(
     engine, runner = engine_of(folder, kv_dtype=dtype, block_size=12, num_blocks=NUM_BLOCKS)
     assert computed.sequence_bytes == engine.layout.pool_bytes == runner.kv.nbytes
     assert computed.token_bytes == 3 * (40 + 8) * runner.pools[0].dtype.itemsize
+
+
+def test_an_engine_of_sparse_attention_allocates_what_was_computed(tmp_path: Path) -> None:
+    """Two of four layers have indexers, whose keys of 20 numbers take one part of 48 numbers."""
+    folder, _ = make_tiny_model("glm5", tmp_path)
+    computed = size(folder.config, "float32", block_size=12, context=NUM_BLOCKS * 12)
+    engine, runner = engine_of(folder, block_size=12, num_blocks=NUM_BLOCKS)
+    assert computed.sequence_bytes == engine.layout.pool_bytes == runner.kv.nbytes
+    assert computed.token_bytes == (4 + 1) * (40 + 8) * 4
+    assert kv_dtypes(folder.config) == ["bfloat16", "float16", "float32"]
+    options = EngineConfig(model="", dtype="float32", block_size=12, num_blocks=NUM_BLOCKS)
+    assert worker_need(options, folder, kernels="torch").pool_bytes == engine.layout.pool_bytes
 
 
 @pytest.mark.parametrize("block_size", [1, 12, 16, 64])

@@ -504,6 +504,13 @@ def test_tags_inside_a_value_are_objects_and_arrays() -> None:
     assert "a <" in whole(machine(), begun).calls[0][1]
 
 
+@pytest.mark.parametrize("end", ["", "]<]minimax[>[</street 12>]<]minimax[>[</city>"])
+def test_tags_inside_a_string_are_text_of_it(end: str) -> None:
+    text = minimax_m3(PARIS).replace("Paris", "Paris]<]minimax[>[<street 12>")
+    begun = text[: text.index("12>") + 3]
+    assert "street 12" in whole(make("minimax_m3"), begun + end).calls[0][1]
+
+
 MALFORMED = [
     ("hermes", "Hi <tool_call> I would call now"),
     ("hermes", '<tool_call>{"name": "now"'),

@@ -15,6 +15,11 @@ Only quantized dtypes have scales and padding. Scales are float16. There is one 
 for the values of each token, or one for each latent; the scales of all keys come first. A part is
 padded to a multiple of 64 bytes, so that each part starts on a cache line.
 
+If layers have indexers (sparse attention), the keys of the indexers follow the parts of all heads,
+as an array [layers with an indexer][block_size][dim]. They are padded to whole parts:
+
+    parts [num_kv_heads][num_layers] | index keys [layers][block_size][dim] | padding
+
 The bytes of a block are contiguous, so one descriptor is enough to transfer a block. A
 tensor-parallel rank has some neighbouring heads of each block. Their bytes are contiguous too.
 
@@ -27,11 +32,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tandem.common.dtypes import RotatedKey, is_quantized, kv_part_bytes, kv_row_bytes
+from tandem.common.dtypes import IndexKeys, RotatedKey, is_quantized, kv_part_bytes, kv_row_bytes
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tandem.common.config.engine import EngineConfig
+    from tandem.common.config.engine import EngineOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class BlockLayout:
     has_values: bool = True  # False: latent attention, which stores no values
     # Set only for quantized latents: the rotated key that each token stores beside its latent.
     rotated: RotatedKey | None = None
+    index: IndexKeys | None = None  # None: no layer has an indexer
 
     @property
     def row_bytes(self) -> tuple[int, int]:
@@ -69,7 +75,10 @@ class BlockLayout:
 
     @property
     def block_bytes(self) -> int:
-        return self.num_kv_heads * self.head_bytes
+        num_bytes = self.num_kv_heads * self.head_bytes
+        if self.index is not None:
+            num_bytes += self.index.num_bytes(self.dtype, self.block_size, self.layer_bytes)
+        return num_bytes
 
     @property
     def pool_bytes(self) -> int:
@@ -88,13 +97,15 @@ class BlockLayout:
         values = "" if self.has_values else " values=none"
         if self.rotated is not None:
             values += f" rotated={self.rotated.dim}x{self.rotated.dtype}"
+        if self.index is not None:
+            values += f" index={self.index.num_layers}x{self.index.dim}"
         return (
             f"block-major heads={self.num_kv_heads} layers={self.num_layers} "
             f"block={self.block_size} head_dim={self.head_dim} dtype={self.dtype}{scales}{values}"
         )
 
 
-def num_blocks_of(config: EngineConfig, block_bytes: int, state_bytes: int = 0) -> int:
+def num_blocks_of(config: EngineOptions, block_bytes: int, state_bytes: int = 0) -> int:
     """Returns the number of blocks of a pool whose blocks have `block_bytes` bytes. `state_bytes`
     of the KV memory are for states. Raises ConfigError if not even one block fits."""
     if config.num_blocks is not None:

@@ -7,8 +7,10 @@ no other module of Tandem.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,16 @@ class BlockSpans:
 
     def num_bytes(self, block_ids: Iterable[int]) -> int:
         """Returns the total bytes of these blocks. Raises ValueError for an unknown id."""
+        return sum(self.sizes(block_ids))
+
+    def sizes(self, block_ids: Iterable[int]) -> list[int]:
+        """Returns the bytes of each of these blocks. Raises ValueError for an unknown id."""
         if len(self.pools) == 1:  # no Python loop over the blocks of a long prompt
             block_ids = list(block_ids)
             num_blocks, size = self.pools[0]
             if not block_ids or (min(block_ids) >= 0 and max(block_ids) < num_blocks):
-                return len(block_ids) * size
-        return sum(span.stop - span.start for span in map(self.span, block_ids))
+                return [size] * len(block_ids)
+        return [span.stop - span.start for span in map(self.span, block_ids)]
 
     def split(self, block_ids: Sequence[int], bytes_max: int) -> Iterator[Sequence[int]]:
         """Yields the blocks in runs of at most `bytes_max` bytes, or of one larger block."""
@@ -64,6 +70,13 @@ class BlockSpans:
                 first, num_bytes = number, span.stop - span.start
         if block_ids:
             yield block_ids[first:]
+
+    def shares(self, block_ids: Sequence[int], num_shares: int) -> list[range]:
+        """Divides the blocks into at most `num_shares` runs of about as many bytes each. Returns
+        the indices of each run's blocks in `block_ids`."""
+        ends = list(accumulate(self.sizes(block_ids)))
+        cuts = {bisect_left(ends, ends[-1] * number / num_shares) for number in range(num_shares)}
+        return [range(*run) for run in pairwise([*sorted(cuts), len(ends)])]
 
     def count(self, block_ids: Sequence[int], num_bytes: int) -> int | None:
         """Returns n such that the first n of these blocks have exactly `num_bytes` bytes in total.

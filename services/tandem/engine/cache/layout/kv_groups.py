@@ -2,8 +2,8 @@
 block tables.
 
 A rule is full attention, a sliding window of one size, or linear attention, whose layers keep a
-state in place of keys and values. For example, a model whose layers alternate between full
-attention and a window of 1,024 tokens has two groups.
+state. For example, a model whose layers alternate between full attention and a window of 1,024
+tokens has two groups. A layer may be in no group, or have attention and a state and so be in two.
 
 The pool of a group with linear attention, a *state group*, has slots in place of blocks. A slot has
 the states of all layers of the group after some number of tokens. There are two kinds of slots:
@@ -40,13 +40,17 @@ from tandem.engine.cache.layout.rank_heads import RankHeads
 from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.errors import ConfigError
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import LinearAttention
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_not_kv_dtype
 
 if TYPE_CHECKING:
-    from tandem.common.config.engine import EngineConfig
+    from tandem.common.config.engine import EngineOptions
     from tandem.common.kv_budget import KvBudget
+
+# A sequence may need a frozen state to resume after, its running state, and a frozen state that is
+# transferred.
+_SLOTS_MIN = 3
 
 # Maximum number of tokens in a step on a CPU, unless --max-tokens-per-step is given.
 STEP_TOKENS = 512
@@ -289,25 +293,28 @@ class KvLayout:
 
 
 # The rule by which a layer keeps KV: a window, None for full attention, or linear attention.
-Rule = int | None | GatedDelta
+Rule = int | None | LinearAttention
 
 
 def layer_groups(model: ModelConfig) -> dict[Rule, tuple[int, ...]]:
     """Returns the layer indices of each KV group. Full attention comes first, then windows, then
     linear attention."""
-    rules = dict.fromkeys(map(_rule, model.layers))
+    rules = {rule for layer in model.layers for rule in _rules(layer)}
     return {
-        rule: tuple(
-            i
-            for i, layer in enumerate(model.layers)
-            if _rule(layer) == rule and layer.kv_source is None
-        )
-        for rule in sorted(rules, key=lambda rule: (isinstance(rule, GatedDelta), rule is not None))
+        rule: tuple(i for i, layer in enumerate(model.layers) if rule in _rules(layer))
+        for rule in sorted(rules, key=lambda rule: _order(model, rule))
     }
 
 
-def _rule(layer: LayerSpec) -> Rule:
-    return layer.window if layer.linear is None else layer.linear
+def _rules(layer: LayerSpec) -> tuple[Rule, ...]:
+    """Returns the rule of each KV group that has the layer."""
+    own = (layer.window,) if layer.has_attention and layer.kv_source is None else ()
+    return own if layer.linear is None else (*own, layer.linear)
+
+
+def _order(model: ModelConfig, rule: Rule) -> tuple[int, int]:
+    first = next(i for i, layer in enumerate(model.layers) if rule in _rules(layer))
+    return (0 if rule is None else 1 if isinstance(rule, int) else 2), first
 
 
 class LayerPlace(NamedTuple):
@@ -317,22 +324,35 @@ class LayerPlace(NamedTuple):
     number: int
 
 
-def layer_places(model: ModelConfig) -> list[LayerPlace]:
-    """Returns the place of each layer's KV, in the order of the model's layers. A layer that reads
-    the KV of an earlier layer has the place of that layer."""
-    places = {
-        layer: LayerPlace(group, number)
-        for group, layers in enumerate(layer_groups(model).values())
-        for number, layer in enumerate(layers)
-    }
+def layer_places(model: ModelConfig) -> list[LayerPlace | None]:
+    """Returns the place of each layer's keys and values, in the order of the model's layers; None
+    if it has none. A layer that reads the KV of an earlier layer has the place of that layer."""
+    places = _places(model, lambda rule: not isinstance(rule, LinearAttention))
     return [
-        places[number if layer.kv_source is None else layer.kv_source]
+        places.get(number if layer.kv_source is None else layer.kv_source)
         for number, layer in enumerate(model.layers)
     ]
 
 
+def state_places(model: ModelConfig) -> list[LayerPlace | None]:
+    """Returns the place of each layer's state, in the order of the model's layers; None if it keeps
+    no state."""
+    places = _places(model, lambda rule: isinstance(rule, LinearAttention))
+    return [places.get(number) for number in range(model.num_layers)]
+
+
+def _places(model: ModelConfig, includes: Callable[[Rule], bool]) -> dict[int, LayerPlace]:
+    """Returns the places of layers in the groups whose rules are included."""
+    return {
+        layer: LayerPlace(group, number)
+        for group, (rule, layers) in enumerate(layer_groups(model).items())
+        for number, layer in enumerate(layers)
+        if includes(rule)
+    }
+
+
 def divide_pool(
-    layout: Callable[..., KvLayout], config: EngineConfig, *, step_tokens: int
+    layout: Callable[..., KvLayout], config: EngineOptions, *, step_tokens: int
 ) -> KvLayout:
     """Divides an engine's KV memory among the KV groups. `layout` takes the number of blocks of
     each group and returns the layout of the pools.
@@ -365,7 +385,7 @@ def divide_pool(
     return layout(*(sizes[group] for group in one.groups))
 
 
-def _num_slots(config: EngineConfig, group: KvGroup, blocks: KvLayout) -> int:
+def _num_slots(config: EngineOptions, group: KvGroup, blocks: KvLayout) -> int:
     """Returns the number of slots of a state group. `blocks` has the groups with blocks.
 
     Each of `max_num_seqs` sequences needs a slot for its running state. The frozen states get as
@@ -382,7 +402,7 @@ def _num_slots(config: EngineConfig, group: KvGroup, blocks: KvLayout) -> int:
     left = max(0, config.kv_bytes - config.max_num_seqs * slot_bytes)
     num_tokens = int(left / (token_bytes + 3 * slot_bytes / interval))
     wanted = config.max_num_seqs + 3 * -(-num_tokens // interval)
-    return max(2, min(wanted, config.kv_bytes // 2 // slot_bytes))
+    return max(_SLOTS_MIN, min(wanted, config.kv_bytes // 2 // slot_bytes))
 
 
 def checkpoint_interval(group: KvGroup, blocks: KvLayout) -> int:
@@ -413,7 +433,7 @@ def model_layout(
     latent = model.latent
 
     def group(rule: Rule, layers: tuple[int, ...], size: int) -> KvGroup:
-        if isinstance(rule, GatedDelta):
+        if isinstance(rule, LinearAttention):
             states = StateLayout.of(
                 rule, num_slots=size, num_layers=len(layers), block_size=block_size
             )
@@ -430,6 +450,7 @@ def model_layout(
                 dtype=dtype,
                 has_values=latent is None,
                 rotated=None if latent is None else latent.rotated_key(dtype, computed_dtype),
+                index=model.index_keys,
             ),
         )
 

@@ -78,8 +78,8 @@ def populate(address: int, num_bytes: int) -> threading.Thread:
             if madvise(start, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
                 if (error := ctypes.get_errno()) != errno.EINVAL:
                     log.warning(
-                        "%d bytes of the KV pool could not be allocated in advance (%s), so the "
-                        "first steps that write to them are slower",
+                        "%d bytes of the KV pool could not be allocated in advance (%s); the first "
+                        "steps that write to these bytes are slower",
                         num_bytes - first,
                         os.strerror(error),
                     )

@@ -1,13 +1,13 @@
-"""The order of bytes in the pool of a state group: the layers with linear attention.
+"""The order of bytes in the pool of a state group: the layers with states.
 
-A pool is an array [slots][value heads][layers] of parts. A slot has the states of one sequence. A
-part is the state of one layer and one head, in float32:
+A pool is an array [slots][heads][layers] of parts. A slot has the states of one sequence. A part is
+the state of one layer and one head, in float32:
 
-    matrix [key dim][value dim] | conv [kernel - 1][channels / value heads] | padding
+    matrix [key dim][value dim] | conv [kernel - 1][channels of the head] | padding
 
-`conv` has the last inputs of the convolution, the oldest first. The value heads of a key head have
-equal shares of its channels: a share of q, a share of k, and then the head's own v. A part is
-padded to a multiple of 64 bytes.
+`conv` has the last inputs of the convolution, the oldest first. The heads share the channels of
+each section of the convolution (`head_sections`), such as q, k and v of Gated DeltaNet. A part is
+padded to a multiple of 64 bytes. A short convolution has one head without a matrix.
 
 A slot is to a state group what a block is to other groups. So the bytes of a slot are contiguous,
 and a tensor-parallel rank has neighbouring heads of it. A slot of a large model has many times the
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from tandem.engine.cache.layout.block_layout import BlockLayout
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import LinearAttention
 
 _ITEM_BYTES = 4
 _ALIGNMENT_BYTES = 64
@@ -30,19 +30,19 @@ PIECE_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StateLayout(BlockLayout):
-    """The shape of a state group's pool. `num_kv_heads` is the number of value heads, `head_dim`
-    the value dim, and `num_blocks` the number of slots. A frozen state belongs to the block of
+    """The shape of a state group's pool. `num_kv_heads` is the number of heads, `head_dim` the
+    value dim, and `num_blocks` the number of slots. A frozen state belongs to the block of
     `block_size` tokens that it follows."""
 
-    linear: GatedDelta = field(kw_only=True)
+    linear: LinearAttention = field(kw_only=True)
 
     @classmethod
     def of(
-        cls, linear: GatedDelta, *, num_slots: int, num_layers: int, block_size: int
+        cls, linear: LinearAttention, *, num_slots: int, num_layers: int, block_size: int
     ) -> StateLayout:
         return cls(
             num_blocks=num_slots,
-            num_kv_heads=linear.num_value_heads,
+            num_kv_heads=linear.num_heads,
             num_layers=num_layers,
             block_size=block_size,
             head_dim=linear.value_dim,
@@ -58,7 +58,7 @@ class StateLayout(BlockLayout):
     @property
     def conv_shape(self) -> tuple[int, int]:
         """Shape of a head's part of the convolution's inputs."""
-        return self.linear.kernel - 1, self.linear.num_channels // self.linear.num_value_heads
+        return self.linear.kernel - 1, sum(self.linear.head_sections)
 
     @property
     def layer_bytes(self) -> int:

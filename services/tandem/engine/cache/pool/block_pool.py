@@ -372,7 +372,7 @@ class BlockPool:
 
     def _fits(self, matched: list[int], num_blocks: int, source: int | None) -> bool:
         kept = matched if source is None else [*matched, source]
-        blocks = (self._blocks[block_id] for block_id in kept)
+        blocks = (self._blocks[block_id] for block_id in dict.fromkeys(kept))
         unreferenced = sum(
             not block.num_references and block.copy is not Copy.WRITING for block in blocks
         )
@@ -406,7 +406,10 @@ class BlockPool:
     def _evict(self) -> Copy:
         """Evicts a CACHED leaf, which becomes FREE, or LEAVING if a tier is copying it. Returns the
         state of the copy in lower tiers."""
-        block_id = self._cached.pop()
+        return self._drop_hash(self._cached.pop())
+
+    def _drop_hash(self, block_id: int) -> Copy:
+        """Makes a block that was CACHED FREE or LEAVING, as `_evict` does."""
         block = self._blocks[block_id]
         assert block.block_hash is not None, f"block {block_id} is evicted and was not cached"
         del self._by_hash[block.block_hash]

@@ -125,6 +125,19 @@ class FrozenStatePool(WindowPool):
     """The pool of a state group. Tiers copy no states, so a state stays UNWANTED when it is reused,
     and states are evicted in the order of their last use."""
 
+    def may_take(self, block_id: int) -> bool:
+        """Returns whether `take` may be called: the state is CACHED."""
+        return not self._blocks[block_id].num_references
+
+    def take(self, block_id: int) -> list[int]:
+        """Makes a CACHED state the running state of a sequence, which will change it. So it is not
+        cached any more. Returns the block table of the sequence."""
+        self._cached.discard(block_id)
+        self._drop_hash(block_id)
+        table = self.allocate(1)
+        assert table == [block_id], "the block that is freed last is not allocated first"
+        return table
+
     def want_copies(self, block_hashes: Iterable[bytes]) -> None:
         """Does nothing, because tiers copy no states."""
 

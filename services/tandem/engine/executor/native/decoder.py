@@ -19,15 +19,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
-from ctypes import Array, addressof, pointer
+from ctypes import Array, addressof, c_void_p, pointer
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tandem.engine.cache.heavy_hitters import Sums
-from tandem.engine.cache.layout.kv_groups import LayerPlace, layer_places
+from tandem.engine.cache.layout.kv_groups import LayerPlace, layer_places, state_places
 from tandem.engine.cache.layout.pool_memory import own_pages
 from tandem.engine.executor.native.lora import (
     NativeAdapters,
@@ -43,11 +44,12 @@ from tandem.engine.executor.torch.decoder import (
     rope_tables,
 )
 from tandem.engine.executor.weights.decoder_weights import (
-    DeltaWeights,
     ExpertWeights,
+    LayerInputWeights,
     LayerWeights,
     Linear,
     ModelWeights,
+    StateWeights,
 )
 from tandem.engine.executor.weights.decoder_weights import Mlp as MlpWeights
 from tandem.engine.executor.weights.lora import LoraWeights
@@ -55,25 +57,33 @@ from tandem.engine.executor.weights.share import WHOLE, Share
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.config.experts import Experts as ExpertSpec
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import (
+    GatedDelta,
+    LinearAttention,
+    Mamba2,
+)
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_only_torch
+from tandem.models.config.rope import Rope
 from tandem_kernels.kv_cache import KvPool, StaticKv
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import (
     PANEL,
+    SECTIONS_MAX,
     Activation,
-    Delta,
     Experts,
     Gating,
     Kind,
     KvGroup,
     Layer,
+    LayerInput,
+    LayerInputs,
     Library,
     Mlp,
     Model,
     Stage,
+    StateForm,
+    StateLayer,
     Step,
     load,
 )
@@ -83,7 +93,11 @@ from tandem_kernels.sampling import Draw, sample
 from tandem_kernels.state_pool import Pool, StatePool
 
 _HEAD_MAX = 512  # the largest head size that kv_int4.h supports
-_ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "gelu_tanh": Activation.GELU_TANH,
+    "relu2": Activation.RELU_SQUARED,
+}
 # The fields num_first and num_last of a Span (decoder.h) for a sequence without a KV budget.
 # num_last = 0 means that a query attends to all keys.
 _ALL_KEYS = (0, 0)
@@ -104,19 +118,24 @@ _ANGLES_MIN = 2048  # number of positions in a new `_AngleTable`
 
 def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
-    if why := why_only_torch(config):
-        return why
+    if config.alt_up is not None:
+        return "only the torch kernels compute a residual stream with several copies (AltUp)"
     for layer in config.layers:
+        if layer.indexer is not None:
+            return "only the torch kernels compute sparse attention"
+        head_dim = config.heads_of(layer).dim
+        if head_dim > _HEAD_MAX and config.latent is None:
+            return f"the head size {head_dim} is larger than {_HEAD_MAX}"
+        if head_dim % PANEL:
+            return f"the head size {head_dim} is not a multiple of {PANEL}"
         if (linear := layer.linear) is None:
             continue
         if linear.value_dim % PANEL:
-            return f"linear_value_head_dim {linear.value_dim} is not a multiple of {PANEL}"
+            return f"the head size {linear.value_dim} of states is not a multiple of {PANEL}"
         if linear.kernel > TAPS_MAX:
-            return f"linear_conv_kernel_dim {linear.kernel} is larger than {TAPS_MAX}"
-    if config.head_dim > _HEAD_MAX and config.latent is None:
-        return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
-    if config.head_dim % PANEL:
-        return f"the head size {config.head_dim} is not a multiple of {PANEL}"
+            return f"the kernel {linear.kernel} of convolutions is larger than {TAPS_MAX}"
+    if config.value_dim is not None and config.value_dim % PANEL:
+        return f"the size of values {config.value_dim} is not a multiple of {PANEL}"
     return ""
 
 
@@ -156,15 +175,11 @@ class NativeDecoder:
         # computed.
         self._logit_rows: list[int] = []
         self._pools: Sequence[Pool] | None = None
-        self._state_groups = {
-            place.group
-            for layer, place in zip(config.layers, layer_places(config), strict=True)
-            if layer.linear is not None
-        }
+        of_states = state_places(config)
+        self._state_groups = {place.group for place in of_states if place is not None}
         self.adapters = NativeAdapters()
-        places = layer_places(config)
         layers = (Layer * config.num_layers)(
-            *map(self._layer, config.layers, places, weights.layers)
+            *map(self._layer, config.layers, layer_places(config), of_states, weights.layers)
         )
         output = self._packer.matrix((Linear(weights.output, None, weights.output_blocks),))
         self._kept = [layers, self._packer]  # referenced here because C++ has pointers to them
@@ -177,9 +192,7 @@ class NativeDecoder:
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            inner=max(config.intermediate_size, *map(_shared_inner, config.layers)),
+            inner=max(config.intermediate_size, *map(_inner, config.layers)),
             vocab=config.vocab_size,
             norm_eps=config.rms_norm_eps,
             num_threads=num_threads,
@@ -187,12 +200,15 @@ class NativeDecoder:
             norms_rotated=config.norms_rotated_heads,
             centers_norms=config.centers_norms,
             is_parallel=config.is_parallel,
+            norms_values=config.has_value_norms,
             attention_scale=config.attention_scale,
             embedding_multiplier=embedding_multiplier(config, weights.embedding.dtype),
             residual_multiplier=config.multipliers.residual,
             logits_multiplier=config.multipliers.logits,
             logit_cap=config.logit_cap or 0.0,
             attention_cap=config.attention_cap or 0.0,
+            value_scale=config.value_scale,
+            layer_inputs=self._layer_inputs(weights),
         )
         shared = None if memory is None else memory.share
         self._decoder = library.create(self._model, instructions, shared)
@@ -314,7 +330,15 @@ class NativeDecoder:
         """Returns the seconds spent in each stage of a step since the last call of this method."""
         return self._library.take_stages(self._decoder)
 
-    def _layer(self, spec: LayerSpec, place: LayerPlace, weights: LayerWeights) -> Layer:
+    def _layer(
+        self,
+        spec: LayerSpec,
+        place: LayerPlace | None,
+        state_place: LayerPlace | None,
+        weights: LayerWeights,
+    ) -> Layer:
+        gate = weights.attention_gate
+        heads = self._config.heads_of(spec)
         layer = Layer(
             attention_norm=self._packer.floats(weights.attention_norm),
             attention_post_norm=self._packer.floats(weights.attention_post_norm),
@@ -323,21 +347,29 @@ class NativeDecoder:
             sinks=self._packer.floats(weights.sinks),
             mlp_norm=self._packer.floats(weights.mlp_norm),
             mlp_post_norm=self._packer.floats(weights.mlp_post_norm),
-            qkv=self._packer.matrix(
-                weights.qkv
-                if weights.attention_gate is None
-                else (*weights.qkv, weights.attention_gate)
-            ),
-            has_gates=weights.attention_gate is not None,
-            attention_out=self._packer.matrix((weights.attention_out,)),
-            rope=self._angles.ropes.index(spec.rope),
+            projected_factors=self._packer.floats(weights.projected_factors),
+            num_gates=0 if gate is None else len(gate.weight),
+            rope=self._angles.number_of(spec),
             window=-(spec.window or 0) if spec.is_chunked else spec.window or 0,
-            group=place.group,
-            place=place.number,
+            has_attention=place is not None,
+            num_kv_heads=heads.num_kv,
+            head_dim=heads.dim,
+            value_dim=self._config.value_dim or heads.dim,
+            shares_kv=spec.kv_source is not None,
+            scalar=1.0 if weights.scalar is None else weights.scalar.item(),
+            has_mlp=weights.mlp is not None,
         )
-        if weights.delta is not None:
+        if weights.attention_out is not None:
+            layer.qkv = self._packer.matrix(weights.qkv if gate is None else (*weights.qkv, gate))
+            layer.attention_out = self._packer.matrix((weights.attention_out,))
+        if place is not None:
+            layer.group, layer.place = place
+        if weights.layer_inputs is not None:
+            layer.input = pointer(self._layer_input(weights.layer_inputs))
+        if state_place is not None:
             assert spec.linear is not None
-            layer.delta = pointer(self._delta(spec.linear, weights.delta))
+            assert weights.state is not None
+            layer.state = pointer(self._state(spec.linear, state_place, weights.state))
         if weights.latent is not None:
             assert self._config.latent is not None
             layer.latent = pointer(self._packer.latent(self._config.latent, weights.latent))
@@ -346,27 +378,78 @@ class NativeDecoder:
             layer.experts = pointer(self._experts(spec.experts, weights.mlp, weights.mlp_norm))
             if weights.mlp.shared is not None:
                 layer.mlp = self._mlp(weights.mlp.shared)
-        else:
+        elif weights.mlp is not None:
             layer.mlp = self._mlp(weights.mlp)
         return layer
 
-    def _delta(self, sizes: GatedDelta, weights: DeltaWeights) -> Delta:
-        q, k, v = (taps.t().contiguous() for taps in torch.split(weights.conv, sizes.sections))
-        delta = Delta(
-            q_taps=self._packer.floats(q),
-            k_taps=self._packer.floats(k),
-            v_taps=self._packer.floats(v),
+    def _layer_inputs(self, weights: ModelWeights) -> Any:
+        """Returns a pointer to the embeddings that tokens have for each layer; None if they have
+        none."""
+        sizes, per_layer = self._config.per_layer_inputs, weights.per_layer
+        if sizes is None or per_layer is None:
+            return None
+        embedding = per_layer.embedding.contiguous()
+        self._packer.keep(embedding)
+        inputs = LayerInputs(
+            embedding=embedding.data_ptr(),
+            projection=self._packer.matrix((per_layer.projection,)),
+            norm=self._packer.floats(per_layer.norm),
+            embedding_kind=KINDS[embedding.dtype],
+            size=sizes.size,
+            # rounded to the dtype of the embeddings, as in transformers
+            multiplier=torch.tensor(sizes.size**0.5, dtype=embedding.dtype).item(),
+        )
+        self._packer.keep(inputs)
+        return pointer(inputs)
+
+    def _layer_input(self, weights: LayerInputWeights) -> LayerInput:
+        gate = self._packer.matrix((weights.gate,))
+        gate.gating = _gating(self._config)
+        layer_input = LayerInput(
+            gate=gate,
+            projection=self._packer.matrix((weights.projection,)),
+            norm=self._packer.floats(weights.norm),
+        )
+        self._packer.keep(layer_input)
+        return layer_input
+
+    def _state(
+        self, sizes: LinearAttention, place: LayerPlace, weights: StateWeights
+    ) -> StateLayer:
+        def of_sections(channels: torch.Tensor | None) -> Array[c_void_p]:
+            parts = () if channels is None else torch.split(channels, sizes.sections)
+            return (c_void_p * SECTIONS_MAX)(
+                *(self._packer.floats(part.t().contiguous()) for part in parts)
+            )
+
+        norm = torch.ones(sizes.num_outputs) if weights.norm is None else weights.norm.float()
+        if isinstance(sizes, GatedDelta):
+            norm = norm.repeat(sizes.num_heads)
+        layer = StateLayer(
+            taps=of_sections(weights.conv),
+            conv_bias=of_sections(weights.conv_bias),
             a_log=self._packer.floats(weights.a_log),
             dt_bias=self._packer.floats(weights.dt_bias),
-            norm=self._packer.floats(weights.norm),
-            num_k_heads=sizes.num_key_heads,
-            num_v_heads=sizes.num_value_heads,
+            skip=self._packer.floats(weights.skip),
+            norm=self._packer.floats(norm * weights.output_factor),
+            form=_form(sizes),
+            has_norm=weights.norm is not None,
+            num_k_heads=_num_key_heads(sizes),
+            num_v_heads=sizes.num_heads,
             key_dim=sizes.key_dim,
-            value_dim=sizes.value_dim,
+            value_dim=sizes.num_outputs // sizes.num_heads,
             num_taps=sizes.kernel,
+            group=place.group,
+            place=place.number,
+            rate_max=sizes.rate_max if isinstance(sizes, GatedDelta) else 1.0,
+            norm_eps=self._norm_eps_of(sizes),
         )
-        self._packer.keep(delta)
-        return delta
+        self._packer.keep(layer)
+        return layer
+
+    def _norm_eps_of(self, sizes: LinearAttention) -> float:
+        own = sizes.norm_eps if isinstance(sizes, GatedDelta) else None
+        return self._config.rms_norm_eps if own is None else own
 
     def _experts(
         self, spec: ExpertSpec, weights: ExpertWeights, norm: torch.Tensor | None
@@ -389,24 +472,45 @@ class NativeDecoder:
             top_groups=spec.groups.top if spec.groups else 0,
             scale=spec.scale,
             shared_gate=self._packer.floats(gate),
+            router_norm=self._packer.floats(weights.router_norm),
+            input_norm=self._packer.floats(weights.input_norm),
+            output_norm=self._packer.floats(weights.output_norm),
+            shared_output_norm=self._packer.floats(weights.shared_output_norm),
+            scales=self._packer.floats(weights.scales),
         )
         self._packer.keep(experts)
         return experts
 
     def _mlp(self, weights: MlpWeights) -> Mlp:
-        gate_up = self._packer.gate_up(weights.gate_up)
+        pack = self._packer.gate_up if self._config.has_gates else self._packer.matrix
+        gate_up = pack(weights.gate_up)
         gate_up.gating = _gating(self._config)
         return Mlp(gate_up=gate_up, down=self._packer.matrix((weights.down,)))
 
 
-def _shared_inner(spec: LayerSpec) -> int:
-    return spec.experts.shared_inner if spec.experts else 0
+def _form(sizes: LinearAttention) -> StateForm:
+    if isinstance(sizes, GatedDelta):
+        return StateForm.GATED_DELTA
+    return StateForm.MAMBA2 if isinstance(sizes, Mamba2) else StateForm.SHORT_CONV
+
+
+def _num_key_heads(sizes: LinearAttention) -> int:
+    if isinstance(sizes, GatedDelta):
+        return sizes.num_key_heads
+    return sizes.num_groups if isinstance(sizes, Mamba2) else 1
+
+
+def _inner(spec: LayerSpec) -> int:
+    """Returns the size of a layer's own or shared MLP; 0 if it is the model's."""
+    return spec.experts.shared_inner if spec.experts else spec.inner or 0
 
 
 def _gating(config: ModelConfig) -> Gating:
     if clamp := config.gate_clamp:
         return Gating(Activation.CLAMPED, clamp.alpha, clamp.limit)
-    return Gating(_ACTIVATIONS[config.activation], 0.0, 0.0)
+    if factors := config.layer_factors:
+        return Gating(Activation.SILU, factors.gate, factors.down)
+    return Gating(_ACTIVATIONS[config.activation], 1.0, 1.0)
 
 
 class SentStep(NamedTuple):
@@ -506,17 +610,27 @@ class _AngleTable:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self.ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
+        self._config = config
+        # Each rope, with the number of elements of a head that it may rotate.
+        self._ropes = list(dict.fromkeys(map(self._rope_of, config.layers)))
         cpu = torch.device("cpu")
-        self._tables = [rope_tables(rope, config.rope_dim, cpu) for rope in self.ropes]
+        self._tables = [rope_tables(rope, dim, cpu) for rope, dim in self._ropes]
         self._size = 0
         self.reach(_ANGLES_MIN)
+
+    def number_of(self, layer: LayerSpec) -> int:
+        """Returns the number of a layer's table."""
+        return self._ropes.index(self._rope_of(layer))
+
+    def _rope_of(self, layer: LayerSpec) -> tuple[Rope, int]:
+        return layer.rope, self._config.rope_dim if layer.heads is None else layer.heads.dim
 
     def reach(self, positions_end: int) -> None:
         """Extends the tables to all positions less than `positions_end`.
 
         Sets `fields` to the addresses of the tables, each fp32 [ropes, positions, rope_dim / 2],
-        and, if a layer scales queries by position, of their factors, fp32 [ropes, positions].
+        and, if a layer scales queries by position, of their factors, fp32 [ropes, positions]. A
+        table with fewer elements than the largest one is padded at its end.
         """
         if positions_end <= self._size:
             return
@@ -524,7 +638,8 @@ class _AngleTable:
         positions = torch.arange(self._size)
         angles = [rotary_angles(positions, *tables) for tables in self._tables]
         self._cosines, self._sines = (
-            torch.stack(tables).contiguous() for tables in zip(*angles, strict=True)
+            pad_sequence([table.flatten() for table in tables], batch_first=True)
+            for tables in zip(*angles, strict=True)
         )
         self.fields = {
             "cosines": self._cosines.data_ptr(),
@@ -532,7 +647,7 @@ class _AngleTable:
             "table_floats": self._cosines[0].numel(),
             "table_positions": self._size,
         }
-        factors = [query_factors_of(rope, positions) for rope in self.ropes]
+        factors = [query_factors_of(rope, positions) for rope, _ in self._ropes]
         if any(each is not None for each in factors):
             ones = torch.ones(self._size)
             self._factors = torch.stack([ones if each is None else each for each in factors])

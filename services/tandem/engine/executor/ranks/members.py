@@ -49,11 +49,12 @@ class Members:
         If `service` is given, each rank runs it when its pool is allocated. It must be a function
         that the rank can import. Raises ConfigError."""
         self.memory = RankMemory.create(config.tensor_parallel)
+        self.tier_memory_fd = os.memfd_create("tandem-kv-tiers", os.MFD_CLOEXEC)
         self._on_end = on_end
         self._is_closed = self._has_ended = False
         self._loads = threading.Lock()  # one adapter at a time, so that answers find their thread
         self._ranks = [
-            _Member(folder, config, rank, self.memory.fd, pool_fd, service)
+            _Member(folder, config, rank, self.memory.fd, pool_fd, self.tier_memory_fd, service)
             for rank in range(1, config.tensor_parallel)
         ]
 
@@ -61,6 +62,11 @@ class Members:
     def service_pipes(self) -> list[messages.RankPipe]:
         """Rank 0's ends of the pipes of `service`, of ranks 1 and up."""
         return [member.service_pipe for member in self._ranks]
+
+    @property
+    def tier_pipes(self) -> list[messages.RankPipe]:
+        """Rank 0's ends of the pipes of the copies of tiers, of ranks 1 and up."""
+        return [member.tier_pipe for member in self._ranks]
 
     def wait_until_loaded(self) -> None:
         """Waits until all ranks have loaded their weights. Raises ConfigError, or WorkerLost if a
@@ -112,6 +118,7 @@ class _Member:
         rank: int,
         memory_fd: int,
         pool_fd: int,
+        tier_memory_fd: int,
         service: messages.RankService | None,
     ) -> None:
         self.rank = rank
@@ -119,17 +126,26 @@ class _Member:
         self.end_text: Future[str] = Future()  # how the process ended; set when it has ended
         self.pipe, others = Pipe()
         self.service_pipe, others_service = Pipe()
-        fds = (others.fileno(), others_service.fileno(), memory_fd, pool_fd)
+        self.tier_pipe, others_tier = Pipe()
+        fds = (others.fileno(), others_service.fileno(), others_tier.fileno())
         self.process = subprocess.Popen(
             [sys.executable, "-m", MODULE, str(others.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
-            pass_fds=fds,
+            pass_fds=(*fds, memory_fd, pool_fd, tier_memory_fd),
         )
         settings = messages.Settings(
-            folder, config, rank, memory_fd, pool_fd, others_service.fileno(), service
+            folder,
+            config,
+            rank,
+            memory_fd,
+            pool_fd,
+            others_service.fileno(),
+            service,
+            tier_memory_fd,
+            others_tier.fileno(),
         )
-        others_service.close()
-        others.close()
+        for end in (others, others_service, others_tier):
+            end.close()
         pidfd = os.pidfd_open(self.process.pid)
         threading.Thread(target=self._watch, args=(pidfd,), name="watch-rank", daemon=True).start()
         self._send(settings)
@@ -144,7 +160,7 @@ class _Member:
             found = self.pipe.recv()
         except (EOFError, OSError):
             raise WorkerLost(
-                f"{self.end_text.result()} while it loaded; earlier lines of this log may say why"
+                f"{self.end_text.result()} during loading; earlier lines of this log may say why"
             ) from None
         if found.error:
             raise ConfigError(found.error)
@@ -175,6 +191,7 @@ class _Member:
     def end(self) -> None:
         self.pipe.close()
         self.service_pipe.close()
+        self.tier_pipe.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
             return

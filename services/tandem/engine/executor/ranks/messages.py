@@ -30,6 +30,8 @@ class Settings(NamedTuple):
     pool_fd: int  # memfd of the KV pool
     service_fd: int  # descriptor of the pipe of `service`
     service: RankService | None
+    tier_memory_fd: int  # memfd through which tiers copy blocks of pools that are apart
+    tier_fd: int  # descriptor of the pipe of these copies
 
 
 class Loaded(NamedTuple):
@@ -70,6 +72,19 @@ class WriteBlocks(NamedTuple):
     """Copy the rank's heads of whole blocks into its own pool. The bytes follow the message."""
 
     block_ids: list[int]
+
+
+class ServeTiers(NamedTuple):
+    """Map the memory of the KV tiers, which has so many bytes now, and make the copies that come
+    through the pipe."""
+
+    num_bytes: int
+
+
+class MarkWork(NamedTuple):
+    """Record this mark. The copies of tiers that wait for it start after all messages before."""
+
+    number: int
 
 
 class AddAdapter(NamedTuple):

@@ -8,7 +8,7 @@
 Some model families add norms after attention and the MLP, norms of q and k, layers with a window or
 without rotation, and constant factors (models/config/families.py). In other families, a layer has
 several MLPs, called experts, and a router that chooses some of them for each token. Layers with
-linear attention keep a state in place of keys and values (models/config/linear_attention.py).
+linear attention keep a state (models/config/linear_attention.py).
 
 The decoder works on tensors and the KV pool. It knows neither sequences nor scheduling.
 """
@@ -16,15 +16,16 @@ The decoder works on tensors and the KV pool. It knows neither sequences nor sch
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
-from tandem.engine.cache.layout.kv_groups import layer_places
+from tandem.engine.cache.layout.kv_groups import layer_places, state_places
 from tandem.engine.executor.collectives import ALONE, Collectives, inputs_of, whole_of
+from tandem.engine.executor.torch.alt_up import AltUpStreams, sparse_gates
+from tandem.engine.executor.torch.indexers import StepIndexers
 from tandem.engine.executor.torch.inputs import StepInputs
 from tandem.engine.executor.torch.lora import NO_LORA, ProductName, StepLora
 from tandem.engine.executor.weights.decoder_weights import (
     LATENT_NORM_EPS,
-    DeltaWeights,
     ExpertWeights,
     LatentWeights,
     LayerInputWeights,
@@ -32,12 +33,13 @@ from tandem.engine.executor.weights.decoder_weights import (
     Linear,
     Mlp,
     ModelWeights,
+    StateWeights,
 )
 from tandem.engine.executor.weights.expand import embedded, pieces
 from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
 from tandem.models.config.layers import Heads, LayerSpec
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import LinearAttention, Mamba2, ShortConv
 from tandem.models.config.model import GateClamp, ModelConfig
 from tandem.models.config.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
@@ -46,7 +48,7 @@ from tandem_kernels.dispatch import Angles, Attention, Kernels
 from tandem_kernels.experts import choose_experts, choose_in_groups
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.linear_attention import StateSpan, delta_gates
-from tandem_kernels.norm import gated_rms_norm
+from tandem_kernels.norm import gated_rms_norm, rms_norm_of_gated
 from tandem_kernels.rope import (
     query_factors,
     rotary_angles,
@@ -80,7 +82,11 @@ class Decoder:
             (layer.rope, dim): rope_tables(layer.rope, dim, device) for layer, dim in dims.items()
         }
         self._places = layer_places(config)
+        self._state_places = state_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
+        self._alt_up = (
+            AltUpStreams(config.alt_up, self._project, self._norm) if config.alt_up else None
+        )
         # The output of the final norm for each row of the last step's logits: [rows, hidden].
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
 
@@ -99,7 +105,7 @@ class Decoder:
         is in the pools. On CUDA, the kernels that write it were launched, but may not have
         finished.
         """
-        specs = self._config.layers
+        specs, alt_up = self._config.layers, self._alt_up
         kv_pools = [pool for pool in pools if isinstance(pool, KvPool)]
         attentions = {
             (group, window, is_chunked): self._attention(
@@ -108,9 +114,13 @@ class Decoder:
             for group, window, is_chunked in dict.fromkeys(
                 (place.group, spec.window, spec.is_chunked)
                 for spec, place in zip(specs, self._places, strict=True)
-                if spec.linear is None
+                if place is not None
             )
         }
+        indexers = None
+        if self._config.index_keys is not None:
+            (attend,) = attentions.values()
+            indexers = StepIndexers(specs, self._kernels, attend, kv_pools[0], inputs)
         all_angles = {
             key: rotary_angles(inputs.positions, *tables)
             for key, tables in self._frequencies.items()
@@ -122,69 +132,108 @@ class Decoder:
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         layer_inputs = self._per_layer_inputs(inputs.token_ids, x)
-        layers = zip(specs, self._places, self._weights.layers, strict=True)
-        for index, (spec, place, layer) in enumerate(layers):
-            normed = self._norm_hidden(x, layer.attention_norm)
-            pool = pools[place.group]
-            projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
+        copies = self._weights.copies
+        streams = [] if copies is None or alt_up is None else alt_up.start(x, copies.make)
+        layers = zip(specs, self._places, self._state_places, self._weights.layers, strict=True)
+        for index, (spec, place, state_place, layer) in enumerate(layers):
+            if alt_up is not None and layer.alt_up is not None:
+                streams = alt_up.predict(layer.alt_up, streams)
+                x = alt_up.active(streams)
             tell_written = on_kv_written if index + 1 == self._config.num_layers else None
-            if spec.linear is not None:
-                assert isinstance(pool, StatePool)
-                assert layer.delta is not None
-                attended = self._delta(
-                    spec.linear,
-                    layer.delta,
-                    projected,
-                    pool.matrices(place.number),
-                    pool.convs(place.number),
-                    inputs.state_spans[place.group],
-                )
-            else:
-                assert isinstance(pool, KvPool)
-                angles = all_angles[spec.rope, self._rope_dim(spec)]
-                if layer.latent is None:
-                    heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
-                else:
-                    heads = self._latent_heads(
-                        index, layer.latent, projected, angles, inputs.num_tokens, lora
-                    )
-                queries, keys, values = heads
-                if (factor := factors[spec.rope]) is not None:
-                    queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
-                if spec.kv_source is None:
-                    pool.write(place.number, inputs.token_rows[place.group], keys, values)
-            if tell_written is not None and self._ranks is ALONE:
-                tell_written()
-            if spec.linear is None:
-                attend = attentions[place.group, spec.window, spec.is_chunked]
-                attended = attend(place.number, queries, layer.sinks)
-                attended = attended[..., : self._config.value_dim]
-            if layer.latent is not None:
-                latents = attended[..., : layer.latent.values.shape[-1]]
-                attended = self._kernels.linear_of_heads(latents, layer.latent.values)
-                attended = lora.add_of_heads(index, "latent_values", attended, latents)
-            attended = attended.flatten(1)
-            if layer.attention_gate is not None:
-                attended = attended * torch.sigmoid(self._project(normed, (layer.attention_gate,)))
-            share = self._out(index, "attention_out", layer.attention_out, attended, lora)
-            delta = whole_of(self._ranks, self._config.hidden_size, share)
-            if tell_written is not None and self._ranks is not ALONE:
-                tell_written()
             before = x
-            x = self._added(x, delta, layer.attention_post_norm)
+            if place is None and state_place is None:
+                if tell_written is not None:
+                    tell_written()
+            else:
+                normed = self._norm_hidden(x, layer.attention_norm)
+                projected = lora.add(index, "qkv", self._project(normed, layer.qkv), normed)
+                if layer.projected_factors is not None:
+                    projected = (projected * layer.projected_factors).to(projected.dtype)
+                if state_place is not None:
+                    states = pools[state_place.group]
+                    assert isinstance(states, StatePool)
+                    assert spec.linear is not None
+                    assert layer.state is not None
+                    num_own = 0 if place is None else self._config.num_qkv
+                    of_state = self._state(
+                        spec.linear,
+                        layer.state,
+                        projected[:, num_own:],
+                        states.matrices(state_place.number),
+                        states.convs(state_place.number),
+                        inputs.state_spans[state_place.group],
+                    )
+                    projected = projected[:, :num_own]
+                if place is not None:
+                    pool = kv_pools[place.group]
+                    angles = all_angles[spec.rope, self._rope_dim(spec)]
+                    query_latents = None
+                    if layer.latent is None:
+                        heads = self._heads(layer, spec, projected, angles, inputs.num_tokens)
+                    else:
+                        query_latents, heads = self._latent_heads(
+                            index, layer.latent, projected, angles, inputs.num_tokens, lora
+                        )
+                    queries, keys, values = heads
+                    if (factor := factors[spec.rope]) is not None:
+                        queries = queries * factor.to(queries.dtype).view(-1, 1, 1)
+                    if spec.kv_source is None:
+                        pool.write(place.number, inputs.token_rows[place.group], keys, values)
+                    if indexers is not None:
+                        indexers.write_keys(index, layer.indexer, normed, angles)
+                if tell_written is not None and self._ranks is ALONE:
+                    tell_written()
+                if place is not None:
+                    choice = None
+                    if indexers is not None:
+                        choice = indexers.choice(
+                            index, layer.indexer, normed, query_latents, angles
+                        )
+                    attend = attentions[place.group, spec.window, spec.is_chunked]
+                    attended = attend(place.number, queries, layer.sinks, choice)
+                    attended = attended[..., : self._config.value_dim]
+                if layer.latent is not None:
+                    latents = attended[..., : layer.latent.values.shape[-1]]
+                    attended = self._kernels.linear_of_heads(latents, layer.latent.values)
+                    attended = lora.add_of_heads(index, "latent_values", attended, latents)
+                if state_place is not None:
+                    attended = (
+                        of_state if place is None else torch.cat((attended.flatten(1), of_state), 1)
+                    )
+                attended = attended.flatten(1)
+                if layer.attention_gate is not None:
+                    gates = self._project(normed, (layer.attention_gate,))
+                    gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
+                    attended = attended * torch.sigmoid(gates)
+                assert layer.attention_out is not None
+                share = self._out(index, "attention_out", layer.attention_out, attended, lora)
+                delta = whole_of(self._ranks, self._config.hidden_size, share)
+                if tell_written is not None and self._ranks is not ALONE:
+                    tell_written()
+                x = self._added(x, delta, layer.attention_post_norm)
+                if alt_up is not None and layer.laurel is not None:
+                    x = (x + alt_up.laurel(layer.laurel, normed)) * 2**-0.5
+            if layer.mlp is None:
+                continue
             normed = self._norm_hidden(before if self._config.is_parallel else x, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
-                delta = whole_of(
-                    self._ranks, self._config.hidden_size, self._mlp(index, layer.mlp, normed, lora)
-                )
+                share = self._mlp(index, layer.mlp, normed, lora, sparsity=spec.sparsity)
+                delta = whole_of(self._ranks, self._config.hidden_size, share)
             else:
                 assert spec.experts is not None
-                delta = self._experts(index, spec.experts, layer.mlp, normed, lora)
+                delta = self._experts(index, spec.experts, layer.mlp, normed, x, lora)
             x = self._added(x, delta, layer.mlp_post_norm)
+            if alt_up is not None and layer.alt_up is not None:
+                streams = alt_up.correct(layer.alt_up, streams, x)
+                x = alt_up.selecting(layer.alt_up, streams)
             if layer.layer_inputs is not None and layer_inputs is not None:
-                x = x + self._layer_input(layer.layer_inputs, x, layer_inputs[:, index])
+                added = self._layer_input(layer.layer_inputs, x, layer_inputs[:, index])
+                streams[1:] = [each + added for each in streams[1:]]
+                x = x + added
             if layer.scalar is not None:
                 x = x * layer.scalar
+        if alt_up is not None and copies is not None:
+            x = alt_up.merge(streams, copies.merge)
         return self._logits(x, inputs.logit_rows)
 
     def _rope_dim(self, spec: LayerSpec) -> int:
@@ -198,6 +247,8 @@ class Decoder:
         weights, sizes = self._weights.per_layer, self._config.per_layer_inputs
         if weights is None or sizes is None:
             return None
+        if sizes.vocab_size < self._config.vocab_size:
+            token_ids = torch.where(token_ids < sizes.vocab_size, token_ids, 0)
         shape = (len(x), self._config.num_layers, sizes.size)
         scale = torch.tensor(sizes.size**0.5, dtype=x.dtype, device=x.device)
         embedded = (weights.embedding[token_ids] * scale).view(shape)
@@ -284,8 +335,9 @@ class Decoder:
         angles: Angles,
         num_tokens: int,
         lora: StepLora,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the queries, keys and values for latent attention (models/config/latent.py).
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Returns the latents of queries, and the queries, keys and values for latent attention
+        (models/config/latent.py). The latents are None if the model's queries have none.
 
         A token's KV is one vector of D elements: the token's latent and then the rotated key. It
         serves as the key and as the value of all heads. So the keys and the values are the same
@@ -295,10 +347,11 @@ class Decoder:
         latent = self._config.latent
         assert latent is not None
         queries, kv = torch.split(projected, [projected.shape[1] - latent.kv_dim, latent.kv_dim], 1)
+        query_latents = None
         if weights.q_norm is not None and weights.q_out is not None:
-            normed = self._kernels.rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
-            queries = self._kernels.linear(normed, weights.q_out, None)
-            queries = lora.add(index, "q_out", queries, normed)
+            query_latents = self._kernels.rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
+            queries = self._kernels.linear(query_latents, weights.q_out, None)
+            queries = lora.add(index, "q_out", queries, query_latents)
         heads = queries.reshape(len(queries), -1, latent.q_dim)
         plain, turning = torch.split(heads, [latent.plain_dim, latent.rope_dim], -1)
         token, key = torch.split(kv, [latent.kv_rank, latent.rope_dim], 1)
@@ -307,45 +360,91 @@ class Decoder:
         absorbed = lora.add_of_heads(index, "latent_keys", absorbed, plain)
         normed = self._kernels.rms_norm(token, weights.kv_norm, LATENT_NORM_EPS)
         stored = torch.cat((normed, rotated[:, -1]), 1)[:num_tokens].unsqueeze(1)
-        return torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored
+        return query_latents, (torch.cat((absorbed, rotated[:, :-1]), -1), stored, stored)
 
-    def _delta(
+    def _state(
         self,
-        sizes: GatedDelta,
-        weights: DeltaWeights,
+        sizes: LinearAttention,
+        weights: StateWeights,
         projected: torch.Tensor,
         states: torch.Tensor,
         conv_states: torch.Tensor,
         spans: Sequence[StateSpan],
     ) -> torch.Tensor:
-        """Computes a Gated DeltaNet layer up to its output matrix. `projected` has the channels of
-        the convolution, the output gates z, and b and a side by side. Updates the states of the
-        spans. Returns [rows, value heads, value dim]."""
-        num_heads = sizes.num_value_heads
-        channels, z, b, a = torch.split(
-            projected, [sizes.num_channels, num_heads * sizes.value_dim, num_heads, num_heads], 1
-        )
-        q, k, v = (
-            causal_conv1d(x, taps, None, inputs, spans, silu)
-            for x, taps, inputs in zip(
-                torch.split(channels, sizes.sections, 1),
-                torch.split(weights.conv, sizes.sections),
-                torch.split(conv_states, [num // num_heads for num in sizes.sections], -1),
-                strict=True,
+        """Computes a layer that keeps a state up to its output matrix. `projected` is the product
+        of its first matrices (`LayerWeights.qkv`). Updates the states of the spans. Returns
+        [rows, outputs]."""
+
+        def convolve(
+            channels: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor] | None
+        ) -> list[torch.Tensor]:
+            biases = (
+                [None] * len(sizes.sections)
+                if weights.conv_bias is None
+                else torch.split(weights.conv_bias, sizes.sections)
             )
+            return [
+                causal_conv1d(x, taps, bias, inputs, spans, activation)
+                for x, taps, bias, inputs in zip(
+                    torch.split(channels, sizes.sections, 1),
+                    torch.split(weights.conv, sizes.sections),
+                    biases,
+                    torch.split(conv_states, sizes.head_sections, -1),
+                    strict=True,
+                )
+            ]
+
+        if isinstance(sizes, ShortConv):
+            before, after, x = projected.chunk(3, 1)
+            return after * convolve(before * x, None)[0]
+        num_rows, num_heads = len(projected), sizes.num_heads
+        assert weights.a_log is not None
+        assert weights.dt_bias is not None
+        if isinstance(sizes, Mamba2):
+            assert weights.skip is not None
+            z, channels, dt = torch.split(
+                projected, [sizes.num_outputs, sizes.num_channels, num_heads], 1
+            )
+            x, b, c = convolve(channels, silu)
+            out = self._kernels.mamba2(
+                x.view(num_rows, num_heads, -1),
+                dt,
+                b.view(num_rows, sizes.num_groups, -1),
+                c.view(num_rows, sizes.num_groups, -1),
+                weights.a_log,
+                weights.skip,
+                weights.dt_bias,
+                (0.0, torch.inf),
+                states,
+                spans,
+            )
+            out = out.flatten(1)
+            if weights.norm is None:
+                out = (out.float() * silu(z.float())).to(out.dtype)
+            else:
+                size = sizes.num_outputs // sizes.num_groups
+                out = rms_norm_of_gated(out, z, weights.norm, self._config.rms_norm_eps, size)
+            return out if weights.output_factor == 1.0 else out * weights.output_factor
+        assert weights.norm is not None
+        channels, z, b, a = torch.split(
+            projected, [sizes.num_channels, sizes.num_outputs, num_heads, num_heads], 1
         )
+        q, k, v = convolve(channels, silu)
         log_decay, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
+        beta = beta * sizes.rate_max
         out = self._kernels.gated_delta_rule(
-            q.view(len(q), -1, sizes.key_dim),
-            k.view(len(k), -1, sizes.key_dim),
-            v.view(len(v), -1, sizes.value_dim),
+            q.view(num_rows, -1, sizes.key_dim),
+            k.view(num_rows, -1, sizes.key_dim),
+            v.view(num_rows, -1, sizes.value_dim),
             log_decay,
             beta,
             states,
             spans,
         )
-        gates = z.view(len(z), num_heads, -1)
-        return gated_rms_norm(out, gates, weights.norm, self._config.rms_norm_eps)
+        gates = z.view(num_rows, num_heads, -1)
+        eps = self._config.rms_norm_eps if sizes.norm_eps is None else sizes.norm_eps
+        out = gated_rms_norm(out, gates, weights.norm, eps)
+        return out.flatten(1)
 
     def _out(
         self, index: int, product: ProductName, matrix: Linear, x: torch.Tensor, lora: StepLora
@@ -356,10 +455,19 @@ class Decoder:
         return lora.add(index, product, self._project(x, (matrix,)), x)
 
     def _mlp(
-        self, index: int, mlp: Mlp, x: torch.Tensor, lora: StepLora, *, is_whole: bool = False
+        self,
+        index: int,
+        mlp: Mlp,
+        x: torch.Tensor,
+        lora: StepLora,
+        *,
+        is_whole: bool = False,
+        sparsity: float = 0.0,
     ) -> torch.Tensor:
         """Returns this rank's share of the output; all of it if this rank has the whole MLP."""
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
+        if not self._config.has_gates:
+            return self._project(relu(gate_up).square(), (mlp.down,))
         gate, up = gate_up.chunk(2, dim=-1)
         if self._ranks is not ALONE and not is_whole:
             # The bits of an activation function depend on whether torch computes an element in a
@@ -368,8 +476,13 @@ class Decoder:
             num_inner = mlp.down.weight.shape[1]
             parts = [inputs_of(self._ranks, part, num_inner) for part in (gate, up)]
             gate, up = torch.cat(parts, 1).chunk(2, dim=-1)
+        if sparsity:
+            gate = sparse_gates(gate, sparsity)
         if self._config.gate_clamp is not None:
             gated = _gate_clamped(self._config.gate_clamp, gate, up)
+        elif self._config.layer_factors is not None:
+            gated = silu(gate * self._config.layer_factors.gate).mul_(up)
+            gated = gated * self._config.layer_factors.down
         elif self._config.activation == "silu":
             gated = silu(gate).mul_(up)
         else:
@@ -382,17 +495,20 @@ class Decoder:
         experts: Experts,
         weights: ExpertWeights,
         x: torch.Tensor,
+        hidden: torch.Tensor,
         lora: StepLora,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
         row, plus the output of the shared MLP. Each expert multiplies all rows for which it was
-        chosen at once."""
+        chosen at once. `hidden` is the residual stream, which router and experts with norms of
+        their own read in place of x."""
+        if experts.has_own_norms:
+            return self._experts_with_norms(index, experts, weights, x, hidden, lora)
         share = self._ranks.share
         width = self._config.hidden_size
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(experts, logits, weights.correction)
-        num_out = len(weights.mlps[0].down.weight)
-        out = torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
+        out = self._zeros_for_experts(weights, x)
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
         if shared is not None and weights.shared_gate is not None:
             # The bits of sigmoid depend on the place in a vector, so a row takes a whole one.
@@ -400,6 +516,51 @@ class Decoder:
             shared = shared * torch.sigmoid(gates)[:, :1]
         if shared is not None and not share.splits_experts:
             out += shared
+        self._add_chosen(index, experts, weights, x, chosen, shares, out)
+        if not share.splits_experts:
+            return whole_of(self._ranks, width, out.to(x.dtype))
+        whole = self._ranks.sum(out.to(x.dtype))
+        return whole if shared is None else whole + whole_of(self._ranks, width, shared)
+
+    def _experts_with_norms(
+        self,
+        index: int,
+        experts: Experts,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        lora: StepLora,
+    ) -> torch.Tensor:
+        """Returns the same as `_experts` for experts with norms of their own (Gemma 4)."""
+        assert weights.shared is not None
+        assert weights.scales is not None
+        logits = self._project(self._norm(hidden, weights.router_norm), (weights.router,))
+        chosen, shares = choose(experts, logits, weights.correction)
+        out = self._zeros_for_experts(weights, x)
+        normed = self._norm(hidden, weights.input_norm)
+        scaled = shares * weights.scales[chosen]
+        self._add_chosen(index, experts, weights, normed, chosen, scaled, out)
+        shared = self._mlp(index, weights.shared, x, lora)
+        whole = self._norm(out.to(x.dtype), weights.output_norm)
+        return self._norm(shared, weights.shared_output_norm) + whole
+
+    def _zeros_for_experts(self, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
+        num_out = len(weights.mlps[0].down.weight)
+        return torch.zeros(len(x), num_out, dtype=torch.float32, device=x.device)
+
+    def _add_chosen(
+        self,
+        index: int,
+        experts: Experts,
+        weights: ExpertWeights,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Adds the outputs of the chosen experts to `out`, times their weights `shares`. `chosen`
+        and `shares` are [rows, top_k]."""
+        share = self._ranks.share
         first = share.of(experts.num).start if share.splits_experts else 0
         for expert, mlp in enumerate(weights.mlps, first):
             rows, places = torch.where(chosen == expert)
@@ -414,10 +575,6 @@ class Decoder:
             part = self._mlp(index, mlp, inputs, NO_LORA, is_whole=share.splits_experts)
             part = part[: len(rows)].float()
             out.index_add_(0, rows, part if experts.weighs_inputs else part * own)
-        if not share.splits_experts:
-            return whole_of(self._ranks, width, out.to(x.dtype))
-        whole = self._ranks.sum(out.to(x.dtype))
-        return whole if shared is None else whole + whole_of(self._ranks, width, shared)
 
     def _logits(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         num_padding = -rows.shape[0] % self._kernels.row_multiple

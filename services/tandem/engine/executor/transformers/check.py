@@ -60,16 +60,16 @@ def check_attention(model: PreTrainedModel, config: ModelConfig) -> None:
     _run(model, _PROBE, tokens)
     if [call[0] for call in calls] != list(range(config.num_layers)):
         raise UnsupportedModel(
-            f"{config.architecture} is not supported: its {config.num_layers} layers do not each "
-            f"attend once (layers that attend: {[call[0] for call in calls]!r:.80})"
+            f"{config.architecture} is not supported: each of the {config.num_layers} layers must "
+            f"attend exactly once. Layers that attend: {[call[0] for call in calls]!r:.80}"
         )
     shape = (config.num_kv_heads, tokens.shape[1], config.head_dim)
     for (index, seen, keys, values), layer in zip(calls, config.layers, strict=True):
         if keys != shape or values != shape:
             raise UnsupportedModel(
                 f"{config.architecture} is not supported: layer {index} has keys of the shape "
-                f"{keys} and values of the shape {values}; the config implies {shape} for both "
-                "([KV heads, tokens, head size])"
+                f"{keys} and values of the shape {values}, but the config requires {shape} "
+                "(KV heads, tokens, head size)"
             )
         expected = (None, layer.window) if layer.is_chunked else (layer.window, None)
         # A window of the whole context hides nothing.
@@ -79,7 +79,7 @@ def check_attention(model: PreTrainedModel, config: ModelConfig) -> None:
         if actual != expected:
             raise UnsupportedModel(
                 f"{config.architecture} is not supported: layer {index} has the window and chunk "
-                f"{actual}; the config implies {expected}"
+                f"{actual}, but the config requires {expected}"
             )
 
 
@@ -150,9 +150,8 @@ def check_logits(
         allowed = _BF16_MAX
     if not difference <= allowed:
         raise UnsupportedModel(
-            f"{config.architecture} is not supported: with paged KV, the logits of "
-            f"{sum(_NUM_TOKENS)} tokens differ by {difference:.2g} from those of its own forward "
-            f"pass; {allowed:g} is allowed"
+            f"{config.architecture} is not supported: paged KV changes the logits of "
+            f"{sum(_NUM_TOKENS)} tokens by {difference:.2g}; at most {allowed:g} is allowed"
         )
 
 

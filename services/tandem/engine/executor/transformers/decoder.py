@@ -36,7 +36,7 @@ _Kind = tuple[int, bool, int, float, float | None]
 class _Step:
     """The inputs of a step as `_attend` needs them."""
 
-    layers: Sequence[tuple[LayerSpec, LayerPlace]]
+    layers: Sequence[tuple[LayerSpec, LayerPlace | None]]
     inputs: StepInputs
     pools: Sequence[KvPool]
     kernels: Kernels
@@ -127,6 +127,7 @@ def _attend(
     step = _step.get()
     index = int(module.layer_idx)  # type: ignore[arg-type]
     layer, place = step.layers[index]
+    assert place is not None
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
     pool = step.pools[place.group]
     pool.write(place.number, step.inputs.token_rows[place.group], keys, values)

@@ -69,16 +69,17 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
     name = model_class.__name__
     if not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModel(
-            f"{name} is not supported: its class in transformers {transformers.__version__} does "
-            "not let other code compute its attention (_supports_attention_backend)"
+            f"{name} of transformers {transformers.__version__} is not supported: the class does "
+            "not accept other attention code (no _supports_attention_backend)"
         )
     if getattr(model_class, "_is_stateful", False):
         raise UnsupportedModel(
-            f"{name} is not supported through transformers: some of its layers keep a state"
+            f"{name} of transformers {transformers.__version__} is not supported: some layers of "
+            "the model keep a state"
         )
     missing = {"position_ids", "logits_to_keep"} - set(signature(model_class.forward).parameters)
     if missing:
         raise UnsupportedModel(
-            f"{name} is not supported: its forward function in transformers "
-            f"{transformers.__version__} has no {', '.join(sorted(missing))}"
+            f"{name} of transformers {transformers.__version__} is not supported: the forward "
+            f"function lacks the parameters {', '.join(sorted(missing))}"
         )

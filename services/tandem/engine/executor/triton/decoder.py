@@ -115,6 +115,9 @@ class TritonDecoder:
         post_norm: torch.Tensor | None = None  # the norm of delta
         layers = zip(specs, self._places, self._weights.layers, self._experts, strict=True)
         for index, (spec, place, layer, stacked) in enumerate(layers):
+            assert place is not None
+            assert layer.attention_out is not None
+            assert layer.mlp is not None
             normed = self._add_norm(x, delta, post_norm, layer.attention_norm)
             layer_kv = pools[place.group].layer(place.number)
             is_last = index + 1 == self._config.num_layers

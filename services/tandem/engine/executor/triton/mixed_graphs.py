@@ -107,8 +107,8 @@ class MixedGraphs:
             )
             self._record(num_blocks, max(context_len, largest))
             log.info(
-                "recorded CUDA graphs for steps that compute up to %d tokens of prompts, and one "
-                "token for each of up to %d other sequences",
+                "recorded CUDA graphs for steps with up to %d prompt tokens and up to %d decoding "
+                "sequences",
                 largest,
                 num_seqs_max,
             )

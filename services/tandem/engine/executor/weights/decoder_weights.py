@@ -16,6 +16,8 @@ from tandem.models.gguf.tensors import GgufBlocks
 # The epsilon in the norms of latents. Like transformers, Tandem does not use the config's
 # rms_norm_eps in these norms.
 LATENT_NORM_EPS = 1e-6
+# The epsilon in the norm of an indexer's keys.
+INDEX_NORM_EPS = 1e-6
 
 Quantized = GgufBlocks | Fp8 | PackedGroups
 
@@ -42,7 +44,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    gate_up: tuple[Linear, ...]  # two matrices, gate and up, or one matrix with the rows of both
+    # two matrices, gate and up, or one matrix with the rows of both; without gates only up
+    gate_up: tuple[Linear, ...]
     down: Linear
 
 
@@ -56,6 +59,15 @@ class ExpertWeights:
     # [experts], float32: added to the router's scores to choose experts. The weights of the chosen
     # experts are computed from the scores without this addition.
     correction: torch.Tensor | None = None
+    # Norms [hidden] of `Experts.has_own_norms`: of the router's input, of the experts' input, and
+    # of the outputs of the experts and of `shared`. None: router, experts and `shared` have one
+    # input, and no norm.
+    router_norm: torch.Tensor | None = None
+    input_norm: torch.Tensor | None = None
+    output_norm: torch.Tensor | None = None
+    shared_output_norm: torch.Tensor | None = None
+    # [experts], float32: factors on the weights of the experts; None: there are none
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +86,33 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaWeights:
-    """The additional weights of a Gated DeltaNet layer
-    (tandem/models/config/linear_attention.py)."""
+class IndexerWeights:
+    """The weights of a layer's indexer (tandem/models/config/indexer.py)."""
 
-    conv: torch.Tensor  # [channels, kernel]: the channels of q, of k and of v
-    a_log: torch.Tensor  # [value heads], float32: logarithm of the decay's factor
-    dt_bias: torch.Tensor  # [value heads], float32: added to the decay's input
-    norm: torch.Tensor  # [value dim]: the norm of each value head's output
+    queries: torch.Tensor  # [heads * dim, q rank]: multiplied by the latent of the queries
+    keys: torch.Tensor  # [dim, hidden]
+    # The LayerNorm of the keys, [dim] each.
+    key_norm: torch.Tensor
+    key_norm_bias: torch.Tensor
+    # [heads, hidden], float32: computes the weights of the heads. They include the factor
+    # 1 / sqrt(heads * dim).
+    head_weights: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateWeights:
+    """The additional weights of a layer that keeps a state
+    (tandem/models/config/linear_attention.py). A short convolution has only the first two."""
+
+    conv: torch.Tensor  # [channels, kernel]: the channels of each section, in their order
+    conv_bias: torch.Tensor | None = None  # [channels]
+    a_log: torch.Tensor | None = None  # [heads], float32: logarithm of the decay's factor
+    dt_bias: torch.Tensor | None = None  # [heads], float32: added to the decay's input
+    skip: torch.Tensor | None = None  # [heads], float32: Mamba 2's D, a factor on x in the output
+    # The norm of the output, [value dim] for the value heads of Gated DeltaNet, [outputs] for Mamba
+    # 2. None: no norm.
+    norm: torch.Tensor | None = None
+    output_factor: float = 1.0  # factor on the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +122,34 @@ class LayerInputWeights:
     gate: Linear  # [size of the embedding, hidden]
     projection: Linear  # [hidden, size of the embedding]
     norm: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpWeights:
+    """The weights with which a layer predicts and corrects the copies of the residual stream
+    (tandem/models/config/gemma3n.py)."""
+
+    router_norm: torch.Tensor  # [hidden]
+    router: Linear  # [copies, hidden]
+    prediction: Linear  # [copies * copies, copies]
+    correction: Linear  # [copies, copies]
+    output_scale: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class LaurelWeights:
+    left: Linear  # [rank, hidden]
+    right: Linear  # [hidden, rank]
+    norm: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWeights:
+    """The matrices [hidden, hidden] that make all copies of the residual stream but the first, and
+    those that merge them."""
+
+    make: tuple[Linear, ...]
+    merge: tuple[Linear, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +167,17 @@ class LayerWeights:
     norms. In these families, the norms in this class include the offset and are in float32."""
 
     # The matrices q, k and v, or one matrix with the rows of all three. With latent attention, two
-    # matrices: the first computes the queries or the latent of the queries, the second the KV. With
-    # linear attention, four matrices: the channels of the convolution [channels, hidden], the
-    # output gates z [value heads * value dim, hidden], and b and a [value heads, hidden] each.
+    # matrices: the first computes the queries or the latent of the queries, the second the KV. In a
+    # layer that keeps a state, the rows are:
+    #   Gated DeltaNet      the channels of the convolution, the output gates z [outputs], and b and
+    #                       a [value heads] each
+    #   Mamba 2             z [outputs], the channels of the convolution, and dt [heads]
+    #   short convolution   B, C and x [channels] each
+    # If the layer has attention, too, q, k and v come first. A layer that is only an MLP has none.
     qkv: tuple[Linear, ...]
-    attention_out: Linear
-    mlp: Mlp | ExpertWeights
+    # [hidden, outputs of attention or of the state]; with both, those of attention come first
+    attention_out: Linear | None  # None: the layer is only an MLP
+    mlp: Mlp | ExpertWeights | None  # None: the layer has no MLP
     attention_norm: torch.Tensor | None = None  # the norm before attention
     attention_post_norm: torch.Tensor | None = None  # applied to the output of attention
     mlp_norm: torch.Tensor | None = None
@@ -123,12 +187,19 @@ class LayerWeights:
     # [heads]: one extra score in each head's softmax that belongs to no key; None: no sinks
     sinks: torch.Tensor | None = None
     latent: LatentWeights | None = None  # None: the layer has no latent attention
-    # [heads * head_dim, hidden]: the sigmoid of its product is a factor on attention's output
+    indexer: IndexerWeights | None = None  # None: the layer has no indexer
+    # [heads * head_dim or heads, hidden]: the sigmoid of its product is a factor on attention's
+    # output
     attention_gate: Linear | None = None
-    delta: DeltaWeights | None = None  # None: the layer has no linear attention
+    state: StateWeights | None = None  # None: the layer keeps no state
+    # [rows of qkv], float32: factors on the product of qkv; None: no factors
+    projected_factors: torch.Tensor | None = None
     scalar: torch.Tensor | None = None  # [1], a factor on the layer's output; None: no factor
     # None: tokens have no embeddings for layers.
     layer_inputs: LayerInputWeights | None = None
+    # None: the residual stream has no copies.
+    alt_up: AltUpWeights | None = None
+    laurel: LaurelWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +213,7 @@ class ModelWeights:
     embedding_blocks: Quantized | None = None
     output_blocks: Quantized | None = None
     per_layer: PerLayerWeights | None = None  # None: tokens have no embeddings for layers
+    copies: CopyWeights | None = None  # None: the residual stream has no copies
     # The address ranges at which the checkpoint's files are mapped.
     pages: FilePages = field(default_factory=FilePages)
 

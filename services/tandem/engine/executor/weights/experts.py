@@ -11,6 +11,7 @@ import torch
 from tandem.engine.executor.weights.decoder_weights import ExpertWeights, Linear, Mlp
 from tandem.engine.executor.weights.tensors_by_name import TensorsByName
 from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
+from tandem.models.checkpoint.weight_shapes import EXPERT_NORMS, EXPERT_SCALES, ROUTER_SCALE
 from tandem.models.config.experts import Experts
 from tandem.models.gguf.tensors import GgufBlocks
 
@@ -35,14 +36,27 @@ def load_experts(
         ),
         correction=tensors.floats(correction).flatten() if experts.is_corrected else None,
         mlps=tuple(Mlp(gate_up, down[0]) for gate_up, down in zip(gate_ups, downs, strict=True)),
+        **(_own_norms(tensors, layer) if experts.has_own_norms else {}),
     )
+
+
+def _own_norms(tensors: TensorsByName, layer: str) -> dict[str, torch.Tensor]:
+    """Returns the fields of ExpertWeights that experts with norms of their own need."""
+    scale = tensors.floats(f"{layer}.{ROUTER_SCALE}")
+    norms = {
+        field: tensors.tensor(f"{layer}.{name}.weight") for field, name in EXPERT_NORMS.items()
+    }
+    return norms | {
+        "router_norm": scale * len(scale) ** -0.5,
+        "scales": tensors.floats(f"{layer}.{EXPERT_SCALES}"),
+    }
 
 
 def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
     """Returns the router's matrix [experts, hidden]. It is float32 if transformers computes the
     router of this model family in float32."""
     name = f"{layer}.{names.router}"
-    if names.form == "deepseek":
+    if names.form in ("deepseek", "nemotron"):
         return Linear(tensors.floats(f"{name}.weight"), None)
     return tensors.with_bias(Linear(tensors.tensor(f"{name}.weight"), None), f"{name}.bias")
 
@@ -70,8 +84,8 @@ def _products(
         return gate_ups, downs
     parts = [[f"{layer}.{part}" for part in names.parts(i)] for i in range(num)]
     return (
-        _apart(tensors, [(gate, up) for gate, up, _ in parts]),
-        _apart(tensors, [(down,) for _, _, down in parts]),
+        _apart(tensors, [tuple(first) for *first, _ in parts]),
+        _apart(tensors, [(down,) for *_, down in parts]),
     )
 
 

@@ -36,8 +36,10 @@ def fixed_scales(folder: ModelFolder) -> FixedScales | None:
         with naming(file), safe_open(file, "pt") as tensors:
             for place, (_, name) in items:
                 found[place] = _scale(name, float(tensors.get_tensor(name)))
+    # Layers without KV of their own have no scale, and the scale 1 is not used.
     layers = range(folder.config.num_layers)
-    return FixedScales(round_up(torch.tensor([[found[i, "k"], found[i, "v"]] for i in layers])))
+    scales = [[found.get((i, which), 1.0) for which in "kv"] for i in layers]
+    return FixedScales(round_up(torch.tensor(scales)))
 
 
 def _scale(name: str, scale: float) -> float:

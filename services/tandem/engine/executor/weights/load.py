@@ -19,9 +19,12 @@ import torch
 
 from tandem.engine.executor.weights.checkpoint import check_tied, map_files
 from tandem.engine.executor.weights.decoder_weights import (
-    DeltaWeights,
+    AltUpWeights,
+    CopyWeights,
     ExpertWeights,
+    IndexerWeights,
     LatentWeights,
+    LaurelWeights,
     LayerInputWeights,
     LayerWeights,
     Linear,
@@ -29,12 +32,14 @@ from tandem.engine.executor.weights.decoder_weights import (
     ModelWeights,
     PerLayerWeights,
     Quantized,
+    StateWeights,
 )
 from tandem.engine.executor.weights.experts import load_experts
 from tandem.engine.executor.weights.released_memory import FilePages
 from tandem.engine.executor.weights.rotary_rows import (
     RotatedRows,
     head_rows,
+    indexer_rows,
     query_rows,
     rotary_rows,
     token_products,
@@ -51,18 +56,21 @@ from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.expert_names import ExpertNames, shared_mlp
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.weight_shapes import (
+    COPY_PROJECTIONS,
     EMBEDDING,
     FINAL_NORM,
     LAYER_EMBEDDING,
     LAYER_NORM,
     LAYER_PROJECTION,
-    NORMS,
+    MERGE_PROJECTIONS,
     OUTPUT,
+    norm_names,
 )
 from tandem.models.config.experts import Experts
+from tandem.models.config.indexer import Indexer
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2
 from tandem.models.config.model import ModelConfig
 from tandem.models.config.rope import Rope
 from tandem.models.files import naming
@@ -128,6 +136,7 @@ def load_weights(
             output=output.weight,
             output_blocks=output.blocks,
             per_layer=builder.per_layer(),
+            copies=builder.copies(),
         )
     output = share_of_outputs(output, share)
     own = share.of(config.hidden_size)
@@ -237,13 +246,31 @@ class _Builder:
     def layer(self, name: str, spec: LayerSpec) -> LayerWeights:
         attention = f"{name}.self_attn"
         tensors = self._tensors
-        mlp = self._experts(name, spec.experts) if spec.experts else self._mlp(f"{name}.mlp")
+        mlp: Mlp | ExpertWeights | None = None
+        if spec.experts:
+            mlp = self._experts(name, spec.experts)
+        elif spec.has_mlp:
+            mlp = self._mlp(f"{name}.mlp")
         norms: dict[str, Any] = {
             field: self.norm(f"{name}.{stored}.weight")
-            for field, stored in NORMS[self._config.norms].items()
+            for field, stored in norm_names(self._config, spec).items()
         }
         if spec.linear is not None:
-            return self._delta_layer(f"{name}.linear_attn", spec.linear, mlp, norms)
+            of_state, out, state = self._state(f"{name}.linear_attn", spec.linear)
+            if not spec.has_attention:
+                return LayerWeights(qkv=of_state, attention_out=out, mlp=mlp, state=state, **norms)
+            own = tensors.joined(*(f"{attention}.{part}_proj" for part in "qkv"))
+            o_proj = tensors.tensor(f"{attention}.o_proj.weight")
+            return LayerWeights(
+                qkv=(*self._rotary_first(own, spec), *of_state),
+                attention_out=Linear(torch.cat((o_proj, out.weight), 1), None),
+                mlp=mlp,
+                state=state,
+                projected_factors=self._projected_factors(spec.linear),
+                **norms,
+            )
+        if not spec.has_attention:
+            return LayerWeights(qkv=(), attention_out=None, mlp=mlp, **norms)
         if self._config.qk_norm == "rotated_plain" and spec.rope.theta is not None:
             norms["q_norm"] = norms["k_norm"] = self._tensors.ones(self._config.head_dim)
         elif self._config.qk_norm and self._config.qk_norm != "rotated_plain":
@@ -266,6 +293,8 @@ class _Builder:
                 parts_of_layer = "q"
             own = tensors.joined(*(f"{attention}.{part}_proj" for part in parts_of_layer))
             qkv = self._rotary_first(own, spec)
+        if self._config.has_head_gates:
+            gate = tensors.linear(f"{attention}.g_proj")
         return LayerWeights(
             qkv=qkv,
             attention_out=tensors.linear(f"{attention}.o_proj"),
@@ -277,10 +306,13 @@ class _Builder:
             mlp=mlp,
             attention_gate=gate,
             latent=latent,
+            indexer=self._indexer(f"{attention}.indexer", spec.indexer) if spec.indexer else None,
             scalar=tensors.tensor(f"{name}.layer_scalar")
             if self._config.has_layer_scalars
             else None,
             layer_inputs=self._layer_inputs(name),
+            alt_up=self._alt_up(f"{name}.altup"),
+            laurel=self._laurel(f"{name}.laurel"),
             **norms,
         )
 
@@ -292,6 +324,36 @@ class _Builder:
             self._tensors.tensor(LAYER_EMBEDDING),
             Linear(self._tensors.tensor(LAYER_PROJECTION), None),
             self.norm(LAYER_NORM),
+        )
+
+    def copies(self) -> CopyWeights | None:
+        """Returns the matrices of the copies of the residual stream; None if there are none."""
+        if self._config.alt_up is None:
+            return None
+        make, merge = (
+            tuple(self._tensors.linear(f"{name}.{at}") for at in range(self._config.alt_up.num - 1))
+            for name in (COPY_PROJECTIONS, MERGE_PROJECTIONS)
+        )
+        return CopyWeights(make, merge)
+
+    def _alt_up(self, name: str) -> AltUpWeights | None:
+        if self._config.alt_up is None:
+            return None
+        return AltUpWeights(
+            router_norm=self.norm(f"{name}.router_norm.weight"),
+            router=self._tensors.linear(f"{name}.modality_router"),
+            prediction=self._tensors.linear(f"{name}.prediction_coefs"),
+            correction=self._tensors.linear(f"{name}.correction_coefs"),
+            output_scale=self._tensors.tensor(f"{name}.correct_output_scale"),
+        )
+
+    def _laurel(self, name: str) -> LaurelWeights | None:
+        if self._config.alt_up is None:
+            return None
+        return LaurelWeights(
+            left=self._tensors.linear(f"{name}.linear_left"),
+            right=self._tensors.linear(f"{name}.linear_right"),
+            norm=self.norm(f"{name}.post_laurel_norm.weight"),
         )
 
     def _layer_inputs(self, name: str) -> LayerInputWeights | None:
@@ -324,25 +386,57 @@ class _Builder:
         keys = _with_rows(k, _rows_of_heads(num_kv_heads, size, order))
         return (queries, keys, v), gates
 
-    def _delta_layer(
-        self,
-        name: str,
-        sizes: GatedDelta,
-        mlp: Mlp | ExpertWeights,
-        norms: Mapping[str, Any],
-    ) -> LayerWeights:
+    def _state(
+        self, name: str, sizes: LinearAttention
+    ) -> tuple[tuple[Linear, ...], Linear, StateWeights]:
+        """Returns the first matrices, the last matrix and the other weights of a layer that keeps a
+        state."""
         tensors = self._tensors
-        return LayerWeights(
-            qkv=self._delta_products(name, sizes),
-            attention_out=tensors.linear(f"{name}.out_proj"),
-            mlp=mlp,
-            delta=DeltaWeights(
-                conv=tensors.tensor(f"{name}.conv1d.weight").squeeze(1),
-                a_log=tensors.floats(f"{name}.A_log"),
-                dt_bias=tensors.floats(f"{name}.dt_bias"),
-                norm=tensors.tensor(f"{name}.norm.weight"),
-            ),
-            **norms,
+        conv = [f"{name}.conv1d.weight"]
+        first: tuple[Linear, ...]
+        if isinstance(sizes, GatedDelta) and sizes.form == "apart":
+            first = tuple(tensors.linear(f"{name}.{part}_proj") for part in "qkvgba")
+            conv = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
+        elif isinstance(sizes, GatedDelta):
+            first = self._delta_products(name, sizes)
+        else:
+            first = (tensors.linear(f"{name}.in_proj"),)
+
+        def floats(part: str) -> torch.Tensor | None:
+            return tensors.floats(f"{name}.{part}") if f"{name}.{part}" in tensors else None
+
+        norm, bias = f"{name}.norm.weight", f"{name}.conv1d.bias"
+        factors = self._config.layer_factors
+        state = StateWeights(
+            conv=torch.cat([tensors.tensor(part) for part in conv]).squeeze(1),
+            conv_bias=tensors.tensor(bias) if bias in tensors else None,
+            a_log=floats("A_log"),
+            dt_bias=floats("dt_bias"),
+            skip=floats("D"),
+            norm=tensors.tensor(norm) if norm in tensors else None,
+            output_factor=1.0 if factors is None else factors.output,
+        )
+        return first, tensors.linear(f"{name}.out_proj"), state
+
+    def _projected_factors(self, sizes: LinearAttention) -> torch.Tensor | None:
+        """Returns the factors on the product of q, k, v and the first matrix of Mamba 2."""
+        factors, config = self._config.layer_factors, self._config
+        if factors is None or not isinstance(sizes, Mamba2):
+            return None
+        num_queries, num_keys = (
+            num * config.head_dim for num in (config.num_attention_heads, config.num_kv_heads)
+        )
+        nums = (
+            num_queries,
+            num_keys,
+            num_keys,
+            sizes.num_outputs,
+            *sizes.sections,
+            sizes.num_heads,
+        )
+        values = (factors.query, factors.key, factors.value, *factors.projected)
+        return torch.cat(
+            [torch.full((num,), value) for num, value in zip(nums, values, strict=True)]
         )
 
     def _delta_products(self, name: str, sizes: GatedDelta) -> tuple[Linear, ...]:
@@ -361,13 +455,13 @@ class _Builder:
             products = self._blocks_or_numbers(
                 [f"{name}.in_proj_{part}.weight" for part in ("qkv", "z")]
             )
-        parts = ("ba",) if sizes.is_joined else ("b", "a")
+        parts = ("ba",) if sizes.form == "joined" else ("b", "a")
         names = [f"{name}.in_proj_{part}.weight" for part in parts]
         if products[0].blocks is None:
             rates = [Linear(tensors.tensor(each), None) for each in names]
         else:
             rates = self._blocks_or_numbers(names)
-        if sizes.is_joined:  # For each key head, the rows of b and a.
+        if sizes.form == "joined":  # For each key head, the rows of b and a.
             rows = torch.arange(2 * sizes.num_value_heads).view(-1, 2, sizes.group)
             rates = [_with_rows(rates[0], rows[:, part].flatten()) for part in range(2)]
         return (*products, *rates)
@@ -401,9 +495,27 @@ class _Builder:
             values=values,
         )
 
+    def _indexer(self, name: str, indexer: Indexer) -> IndexerWeights:
+        tensors = self._tensors
+        order = indexer_rows(indexer)
+        keys = tensors.tensor(f"{name}.wk.weight")
+        order = order.to(keys.device)
+        queries = tensors.tensor(f"{name}.wq_b.weight")
+        queries = queries.view(indexer.num_heads, indexer.dim, -1)[:, order].flatten(0, 1)
+        head_weights = tensors.floats(f"{name}.weights_proj.weight")
+        return IndexerWeights(
+            queries=queries,
+            keys=keys[order],
+            key_norm=tensors.tensor(f"{name}.k_norm.weight")[order],
+            key_norm_bias=tensors.tensor(f"{name}.k_norm.bias")[order],
+            head_weights=head_weights * (indexer.num_heads * indexer.dim) ** -0.5,
+        )
+
     def _mlp(self, name: str) -> Mlp:
         if self._config.has_fused_mlp:
             gate_up: tuple[Linear, ...] = (self._tensors.linear(f"{name}.gate_up_proj"),)
+        elif not self._config.has_gates:
+            gate_up = (self._tensors.linear(f"{name}.up_proj"),)
         else:
             gate_up = self._tensors.joined(f"{name}.gate_proj", f"{name}.up_proj")
         return Mlp(gate_up, self._tensors.linear(f"{name}.down_proj"))

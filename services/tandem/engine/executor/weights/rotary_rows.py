@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from tandem.models.config.indexer import Indexer
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
@@ -53,6 +54,16 @@ def rotary_rows(config: ModelConfig, spec: LayerSpec) -> dict[str, torch.Tensor]
         "self_attn.q_proj": of_heads(config.num_attention_heads),
         "self_attn.k_proj": of_heads(num_kv_heads),
     }
+
+
+def indexer_rows(indexer: Indexer) -> torch.Tensor:
+    """Returns the order in which the torch decoder expects the elements of an indexer's heads. The
+    rotated elements stay first; element i of them is rotated with element i + rope_dim / 2."""
+    order = torch.arange(indexer.dim)
+    if not indexer.has_pairs:
+        return order
+    rotated, others = order[: indexer.rope_dim], order[indexer.rope_dim :]
+    return torch.cat((rotated[::2], rotated[1::2], others))
 
 
 class RotatedRows(NamedTuple):

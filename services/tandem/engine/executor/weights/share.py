@@ -80,6 +80,9 @@ def share_of_layer(layer: LayerWeights, config: ModelConfig, share: Share) -> La
     tensors are views of the layer's tensors."""
     heads = share.of(config.num_attention_heads)
     mlp = layer.mlp
+    # Models in which a layer lacks one of these have states, which ranks do not share.
+    assert layer.attention_out is not None
+    assert mlp is not None
     return replace(
         layer,
         qkv=_rows(layer.qkv, _qkv_outputs(config, share)),
@@ -134,6 +137,7 @@ def joined_products(layer: LayerWeights) -> LayerWeights:
         return replace(weights, gate_up=_joined(weights.gate_up))
 
     mlps = layer.mlp
+    assert mlps is not None
     if isinstance(mlps, ExpertWeights):
         shared = None if mlps.shared is None else mlp(mlps.shared)
         return replace(layer, qkv=_joined(layer.qkv), mlp=replace(mlps, shared=shared))

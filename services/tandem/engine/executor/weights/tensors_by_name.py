@@ -194,8 +194,9 @@ class TensorsByName:
     def _warn_converted(self, name: str) -> None:
         if not self._has_warned:
             log.warning(
-                "%s and similar tensors cannot be repacked exactly for the native kernels, so they "
-                "are converted to %s, which takes more memory (docs/adding_a_model.md)",
+                "%s and similar tensors are converted to %s and take more memory, because the "
+                "tensors cannot be repacked exactly for the native kernels "
+                "(docs/adding_a_model.md)",
                 name,
                 self._dtype,
             )

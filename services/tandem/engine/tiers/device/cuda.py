@@ -14,6 +14,7 @@ import torch
 from tandem.engine.cache.layout.pool_memory import own_pages
 from tandem.engine.tiers.device.blocks import Event, HostPages
 from tandem.engine.tiers.device.staged_blocks import Device, Stream
+from tandem.engine.tiers.storage import Bytes
 
 log = logging.getLogger(__name__)
 
@@ -31,28 +32,32 @@ class CudaDevice(Device):
         return CudaStream(self._device)
 
     def host_pages(self, num_bytes: int) -> HostPages:
-        """Allocates host memory and pins it (page-locks it) by registering it with CUDA.
+        """Allocates host memory and pins it.
 
         If CUDA cannot pin the memory, copies to and from it block in the driver. A tier in host
         memory then copies its blocks through the buffers of a channel.
         """
-        pages = own_pages(num_bytes)
-        data = np.frombuffer(pages, np.uint8)
+        data = np.frombuffer(own_pages(num_bytes), np.uint8)
+        return HostPages(data, is_device_accessible=self.pin(data))
+
+    def pin(self, data: Bytes) -> bool:
+        """Pins (page-locks) memory by registering it with CUDA, for as long as `data` lives. If
+        CUDA refuses, logs a warning and returns False."""
         address = data.ctypes.data
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = cudart.cudaHostRegister(address, num_bytes, 0)
+        error = cudart.cudaHostRegister(address, data.nbytes, 0)
         if error != cudart.cudaError.success:
             log.warning(
                 "CUDA cannot pin %s bytes of host memory for KV tiers (%s), so copies are slower; "
                 "raise the process's limit of locked memory (ulimit -l), or lower --kv-host-memory",
-                f"{num_bytes:,}",
+                f"{data.nbytes:,}",
                 cudart.cudaGetErrorString(error),
             )
             _forget_error(self._device)
-            return HostPages(data, is_device_accessible=False)
+            return False
         ended = weakref.finalize(data, cudart.cudaHostUnregister, address)
         ended.atexit = False  # the process frees everything at exit
-        return HostPages(data, is_device_accessible=True)
+        return True
 
 
 class CudaStream(Stream):
@@ -74,4 +79,4 @@ def _forget_error(device: torch.device) -> None:
     try:
         torch.zeros(1, device=device).add_(1)
     except RuntimeError as error:
-        log.debug("CUDA reported the same error again, which has no effect: %s", error)
+        log.debug("ignored a CUDA error that has already been handled: %s", error)

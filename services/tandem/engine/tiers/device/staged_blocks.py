@@ -1,4 +1,5 @@
-"""Copies the blocks of a pool that the host cannot access directly, such as a pool on a GPU.
+"""Copies the blocks of a pool that the host cannot access directly, such as a pool on a GPU, or the
+pools of several ranks (executor/ranks/tier_copies.py).
 
     to host memory            block in the pool --> slot of the tier
     to a disk or store        block in the pool --> buffer in host memory --> disk or store
@@ -45,6 +46,32 @@ class Device(Protocol):
         """Returns zeroed host memory, pinned if the system allows it. Raises ConfigError."""
 
 
+class Copier(Protocol):
+    """Copies blocks between a pool and host memory, at the same time as the engine's work. A copy
+    starts once the event `after` is reached. The returned event marks its end."""
+
+    def copy_out(self, block_id: int, host: Bytes, after: Event) -> Event:
+        """Starts to copy a block to `host` [block_bytes]."""
+
+    def copy_in(self, block_id: int, host: Bytes, after: Event) -> Event:
+        """Starts to copy `host` to a block."""
+
+
+class StreamCopier(Copier):
+    """Copies the blocks of a pool on a stream of its device."""
+
+    def __init__(self, rows: torch.Tensor, stream: Stream) -> None:
+        """`rows` are the pool's bytes on the device, uint8 [num_blocks, block_bytes]."""
+        self._rows = rows
+        self._stream = stream
+
+    def copy_out(self, block_id: int, host: Bytes, after: Event) -> Event:
+        return self._stream.copy(torch.from_numpy(host), self._rows[block_id], after)
+
+    def copy_in(self, block_id: int, host: Bytes, after: Event) -> Event:
+        return self._stream.copy(self._rows[block_id], torch.from_numpy(host), after)
+
+
 class StagedBlocks(DeviceBlocks):
     def __init__(self, rows: torch.Tensor, device: Device) -> None:
         """`rows` are the pool's bytes on the device, uint8 [num_blocks, block_bytes]."""
@@ -55,19 +82,26 @@ class StagedBlocks(DeviceBlocks):
         return self._device.mark()
 
     def open_channel(self) -> Channel:
-        return StagedChannel(self._rows, self._device)
+        copier = StreamCopier(self._rows, self._device.open_stream())
+        return StagedChannel(copier, self._rows.shape[1], self._device.host_pages)
 
     def host_pages(self, num_bytes: int) -> HostPages:
         return self._device.host_pages(num_bytes)
 
 
+def ring_slots(block_bytes: int) -> int:
+    """Returns the number of buffers, of one block each, in a channel's ring."""
+    return max(RING_MIN, min(RING_MAX, RING_BYTES // block_bytes))
+
+
 class StagedChannel(Channel):
-    def __init__(self, rows: torch.Tensor, device: Device) -> None:
-        self._rows = rows
-        self._stream = device.open_stream()
-        block_bytes = rows.shape[1]
-        self.num_at_once = max(RING_MIN, min(RING_MAX, RING_BYTES // block_bytes))
-        pages = device.host_pages(self.num_at_once * block_bytes)
+    def __init__(
+        self, copier: Copier, block_bytes: int, host_pages: Callable[[int], HostPages]
+    ) -> None:
+        """`host_pages` allocates the ring."""
+        self._copier = copier
+        self.num_at_once = ring_slots(block_bytes)
+        pages = host_pages(self.num_at_once * block_bytes)
         self._ring = pages.data.reshape(self.num_at_once, block_bytes)
         # For each buffer: the event at which the latest copy that used this buffer ends.
         self._used: list[Event] = [DONE] * self.num_at_once
@@ -75,7 +109,7 @@ class StagedChannel(Channel):
 
     def begin_out(self, block_id: int, after: Event, slot: Bytes | None) -> Callable[[], Bytes]:
         data = self.buffer(block_id, slot)
-        done = self._copy(torch.from_numpy(data), self._rows[block_id], data, after)
+        done = self._note(self._copier.copy_out(block_id, data, after), data)
 
         def wait() -> Bytes:
             done.synchronize()
@@ -92,10 +126,10 @@ class StagedChannel(Channel):
         return data
 
     def begin_in(self, block_id: int, data: Bytes, after: Event) -> Event:
-        return self._copy(self._rows[block_id], torch.from_numpy(data), data, after)
+        return self._note(self._copier.copy_in(block_id, data, after), data)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, host: Bytes, after: Event) -> Event:
-        done = self._stream.copy(target, source, after)
+    def _note(self, done: Event, host: Bytes) -> Event:
+        """Keeps the end of a copy if the copy uses the current buffer of the ring."""
         if host.ctypes.data == self._ring[self._next].ctypes.data:
             self._used[self._next] = done
         return done

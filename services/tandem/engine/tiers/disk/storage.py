@@ -115,7 +115,7 @@ class DiskStorage(Storage):
         try:
             self._move(_pread, slot, sealed)
             if _checksum(block_hash, sealed) != self._checksums[slot]:
-                raise BadBlock("its checksum does not match")
+                raise BadBlock("the checksum of the block does not match")
             self._seal.open(block_hash, sealed, target)
         except BadBlock:
             self._find_lost()
@@ -163,7 +163,7 @@ class DiskStorage(Storage):
         while left:
             num_bytes = move(self._file, left, at)
             if not num_bytes:
-                raise BadBlock("its file is too short")
+                raise BadBlock("the file of KV blocks is too short")
             left = left[num_bytes:]
             at += num_bytes
 

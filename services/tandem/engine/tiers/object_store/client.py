@@ -72,8 +72,8 @@ def read_credentials(path: Path) -> dict[str, str]:
         raise ConfigError(f"{option} cannot be read: {type(error).__name__}: {error}") from error
     if mode & 0o007:
         raise ConfigError(
-            f"{option}: its mode is {mode & 0o777:o}, so every user of this machine has access to "
-            f"it; run chmod o= {path}"
+            f"every user of this machine has access to {option} (mode {mode & 0o777:o}); run "
+            f"chmod o= {path}"
         )
     found = dict(parser["default"]) if parser.has_section("default") else {}
     missing = [name for name in list(_FIELDS)[:2] if not found.get(name)]

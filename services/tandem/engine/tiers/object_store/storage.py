@@ -85,7 +85,7 @@ class ObjectStorage(SharedStorage):
         except OSError as error:
             log.warning(
                 "the object store at kv-store-url %s does not answer (%s); the worker starts "
-                "without it and tries again later",
+                "without the object store and tries again later",
                 place,
                 error,
             )
@@ -163,14 +163,14 @@ class ObjectStorage(SharedStorage):
         try:
             data = np.frombuffer(got.result(), np.uint8)
         except FileNotFoundError as error:
-            raise BadBlock("it is no longer in the object store") from error
+            raise BadBlock("the block is no longer in the object store") from error
         checksum = data[:_CHECKSUM_BYTES].tobytes()
         body = data[_CHECKSUM_BYTES:]
         sealed = self._seal.buffer(target)
         if body.nbytes != sealed.nbytes:
-            raise BadBlock(f"it has {body.nbytes} bytes instead of {sealed.nbytes}")
+            raise BadBlock(f"the block has {body.nbytes} bytes instead of {sealed.nbytes}")
         if _checksum(block_hash, body) != checksum:
-            raise BadBlock("its checksum does not match")
+            raise BadBlock("the checksum of the block does not match")
         sealed[:] = body
         self._seal.open(block_hash, sealed, target)
 
@@ -247,7 +247,7 @@ class _Health:
             if not self._has_failed or self._is_probed:
                 pause_s = self._backoff.next_s()
                 log.warning(
-                    "the object store failed (%s), so it is not used for the next %.0f s",
+                    "the object store failed (%s) and is not used for the next %.0f s",
                     _first_line(error),
                     pause_s,
                 )

@@ -66,9 +66,7 @@ def forms_of_parts(
 
     Raises UnsupportedModel if a matrix of this shape cannot be stored with the scheme."""
     if len(shape) != 2:
-        raise UnsupportedModel(
-            f"{module} is quantized, but it is not a matrix; only matrices may be quantized"
-        )
+        raise UnsupportedModel(f"{module} is quantized, but only matrices may be quantized")
     readers = {"scaled": _scaled, "fp4": _fp4}
     forms = readers.get(scheme.coding, _words)(module, *shape, stored, scheme)
     names = {f"{module}.{part}": form for part, form in forms.items()}
@@ -84,7 +82,8 @@ def num_groups(module: str, num_in: int, scheme: Scheme) -> int:
     size = scheme.group_size or num_in
     if num_in % size:
         raise UnsupportedModel(
-            f"{module} has {num_in} inputs; this must be a multiple of the group size, {size}"
+            f"{module} has {num_in} inputs; the number of inputs must be a multiple of the group "
+            f"size, {size}"
         )
     return num_in // size
 
@@ -127,8 +126,8 @@ def _words(
     for what, num in in_words.items():
         if num % word:
             raise UnsupportedModel(
-                f"{module} has {num} {what}; this must be a multiple of {word}, the number "
-                f"of {scheme.bits}-bit weights in one {_WORD_BITS}-bit word"
+                f"{module} has {num} {what}; the number of {what} must be a multiple of {word} "
+                f"with {scheme.bits}-bit weights in {_WORD_BITS}-bit words"
             )
     order = Form(((num_in,),), ("I32",), is_optional=True)
     if scheme.coding == "packed":

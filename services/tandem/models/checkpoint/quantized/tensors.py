@@ -69,14 +69,14 @@ class Coded:
             self._require(
                 tuple(self.by_kind["weight_shape"].tolist()) == self.shape,
                 "weight_shape",
-                f"it must be {list(self.shape)}",
+                f"the value must be {list(self.shape)}",
             )
         if self.scheme.coding == "gptq" and self.scheme.bits == 8:
             zeros = _bytes_of(self.by_kind["qzeros"]) + self.scheme.zero_offset
             self._require(
                 bool((zeros == _MIDDLE).all()),
                 "qzeros",
-                f"with 8 bits all zero points must be {_MIDDLE}",
+                f"all zero points of 8-bit weights must be {_MIDDLE}",
             )
         if (of_input := self._group_of_input()) is not None:
             num_groups = self.shape[1] // (self.scheme.group_size or self.shape[1])
@@ -84,7 +84,7 @@ class Coded:
             self._require(
                 bool(fits.all()),
                 self._order,
-                f"its group numbers must be from 0 to {num_groups - 1}",
+                f"all group numbers must be from 0 to {num_groups - 1}",
             )
 
     def numbers(self) -> torch.Tensor:
@@ -210,7 +210,8 @@ class Coded:
     def _require(self, fits: bool, name: str, must: str) -> None:
         if not fits:
             raise UnsupportedModel(
-                f"{self.file}: {self.name}.{name} does not fit its matrix; {must}"
+                f"{self.file}: the tensor {self.name}.{name} does not fit the matrix {self.name}; "
+                f"{must}"
             )
 
 

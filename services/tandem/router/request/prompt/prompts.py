@@ -263,7 +263,9 @@ class PromptPreparer:
                 param=wanted.field,
                 retry_after_s=RETRY_AFTER_S,
             ) from None
-        raise refused(wanted.field, f"compiling it takes over {GRAMMAR_CPU_S:g} s of CPU time")
+        raise refused(
+            wanted.field, f"compiling the grammar takes over {GRAMMAR_CPU_S:g} s of CPU time"
+        )
 
     def close(self) -> None:
         self._threads.close()

@@ -40,8 +40,8 @@ def open_client(kind: type[_C], account: Path) -> _C:
     for name in ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"):
         if not os.environ.get(name):
             raise NotNow(
-                "pool sizes can be set only from a pod in Kubernetes, and this process is in no "
-                f"pod: the variable {name}, which Kubernetes sets, is missing"
+                "pool sizes can be set only from a pod in Kubernetes. This process is not in "
+                f"a pod: the variable {name} of Kubernetes is missing"
             )
     try:
         config = KubeConfig.from_service_account(account)

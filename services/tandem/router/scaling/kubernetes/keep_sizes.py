@@ -146,8 +146,8 @@ def free_groups(client: Client, owner: str) -> None:
         with _unless(409, owner):
             client.patch(resource, name, patch, patch_type=PatchType.MERGE)
             log.info(
-                "%s: field managers that had patched the worker groups were removed from "
-                "managedFields, so that the upgrade can change the worker groups",
+                "%s: removed the field managers that had patched the worker groups from "
+                "managedFields; the upgrade can now change the worker groups",
                 owner,
             )
             return
@@ -203,7 +203,7 @@ def read_object(client: Client, owner: str) -> dict[str, Any] | None:
     with _unless(404, owner):
         live: dict[str, Any] = client.get(resource, name).to_dict()
         return live
-    log.info("%s does not exist yet, so this job skips it", owner)
+    log.info("this job skips %s, which does not exist yet", owner)
     return None
 
 
@@ -237,7 +237,7 @@ def run_job(run: Callable[[Client, Sequence[str]], None]) -> int:
             run(client, sys.argv[1:])
     except TandemError as error:
         log.error(
-            "this attempt failed, and the upgrade fails, too, if no attempt succeeds: %s",
+            "this attempt of the job failed: %s. The upgrade fails if all attempts fail",
             error.message,
         )
         return LATE if isinstance(error, DeadlineExceeded) else 1

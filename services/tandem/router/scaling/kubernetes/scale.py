@@ -47,7 +47,8 @@ class KubernetesScale:
         if foreign := [pool for pool in sizes if pool not in self._objects]:
             raise NotNow(
                 f"this router cannot set the size of {' and '.join(foreign)}, because an HPA, "
-                f"KEDA or a RayCluster sets it; this router can set: {', '.join(self._objects)}",
+                "KEDA or a RayCluster sets this size. This router can set: "
+                f"{', '.join(self._objects)}",
                 param=foreign[0],
             )
         async with open_client(AsyncClient, self._account) as client:

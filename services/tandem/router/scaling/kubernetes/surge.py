@@ -54,9 +54,9 @@ def add(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     if late := _wait(client, owners, _is_added, deadline_s):
         _take_back(client, owners)
         raise DeadlineExceeded(
-            f"{' and '.join(late)}: the added worker was not ready within {deadline_s:g} s, so all "
-            "added workers are removed again; check that the cluster has room for one more worker "
-            "of each pool"
+            f"{' and '.join(late)}: the added worker was not ready within {deadline_s:g} s, "
+            "so this upgrade removes all added workers. Check that the cluster has room for "
+            "one more worker of each pool"
         )
 
 
@@ -71,8 +71,9 @@ def end(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     if late:
         raise DeadlineExceeded(
             f"{' and '.join(late)}: the upgrade did not replace all workers within "
-            f"{deadline_s:g} s, so the added worker stays. The next upgrade removes it; to remove "
-            "it now, set the pool's size to 1"
+            f"{deadline_s:g} s, so the extra worker that the upgrade had added stays. The "
+            "next upgrade removes the extra worker; to remove it now, set the pool's size to "
+            "1"
         )
 
 

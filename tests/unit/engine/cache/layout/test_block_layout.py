@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.common.dtypes import RotatedKey
+from tandem.common.dtypes import IndexKeys, RotatedKey
 from tandem.engine.cache.layout.block_layout import BlockLayout
 
 
@@ -61,6 +61,17 @@ def test_latent_attention_has_no_values() -> None:
     assert layout.describe().endswith(
         "heads=1 layers=30 block=16 head_dim=576 dtype=bfloat16 values=none"
     )
+
+
+def test_index_keys_follow_all_heads_in_whole_parts() -> None:
+    """DeepSeek V3.2's sizes: the keys of 61 indexers take 13.6 parts."""
+    sizes = {"num_kv_heads": 1, "num_layers": 61, "head_dim": 576, "has_values": False}
+    without = smollm2("bfloat16", **sizes)
+    layout = smollm2("bfloat16", **sizes, index=IndexKeys(61, 128))
+    assert layout.head_bytes == without.block_bytes
+    assert layout.block_bytes == (61 + 14) * layout.layer_bytes
+    assert 13 * layout.layer_bytes < 61 * 128 * 16 * 2 < 14 * layout.layer_bytes
+    assert layout.describe() == without.describe() + " index=61x128"
 
 
 @pytest.mark.parametrize(("dtype", "key_bytes"), [("bfloat16", 128), ("float32", 256)])

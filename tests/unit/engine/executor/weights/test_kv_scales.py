@@ -138,3 +138,23 @@ def test_a_scale_that_is_missing_or_none_is_refused_by_name(
 def test_scales_that_the_config_promises_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="lacks k_scale of layer 0"):
         fixed_scales(folder_of(tmp_path, {}))
+
+
+def test_layers_without_kv_need_no_scales(tmp_path: Path) -> None:
+    shape, _ = make_tiny_model("qwen3-next", tmp_path / "shape")
+    layers = [n for n, layer in enumerate(shape.config.layers) if layer.has_attention]
+    assert 0 < len(layers) < shape.config.num_layers
+    all_scales = scales_of(shape.config.num_layers)
+    scales = {
+        name: scale
+        for name, scale in all_scales.items()
+        if any(name.startswith(f"model.layers.{layer}.") for layer in layers)
+    }
+    folder = folder_of(tmp_path / "model", scales, family="qwen3-next")
+    static = fixed_scales(folder)
+    assert static is not None
+    of_layers = static.of_layers(layers, torch.device("cpu"))
+    for number, layer in enumerate(layers):
+        stored = torch.cat([scales[NAMES[0].format(layer, which)] for which in "kv"])
+        assert of_layers.scales[number].float() == pytest.approx(stored, rel=2**-9)
+    assert runner_of(folder, "torch").kv_dtype_name.startswith("fp8_e4m3-")

@@ -297,7 +297,7 @@ def test_credentials(tmp_path: Path) -> None:
     path.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b%c\n")
     assert read_credentials(path) == {"access_key_id": "a", "secret_access_key": "b%c"}
     path.chmod(0o604)
-    with pytest.raises(ConfigError, match="its mode is 604"):
+    with pytest.raises(ConfigError, match=r"\(mode 604\)"):
         read_credentials(path)
 
 

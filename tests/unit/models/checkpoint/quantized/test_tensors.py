@@ -245,7 +245,9 @@ def test_small_parts_that_do_not_fit_are_refused_before_any_matrix_is_read(
     stored = {f"x.{name}": tensor for name, tensor in parts.items()}
     files = dict.fromkeys(stored, Path("a.safetensors"))
     assert join_parts(stored, found, files).keys() == {"x.weight"}
-    with pytest.raises(UnsupportedModel, match=rf"a\.safetensors: x\.{part} does not fit its matr"):
+    with pytest.raises(
+        UnsupportedModel, match=rf"a\.safetensors: the tensor x\.{part} does not fit the matrix x"
+    ):
         join_parts(stored | {f"x.{part}": value}, found, files)
 
 
@@ -260,17 +262,23 @@ def test_small_parts_that_do_not_fit_are_refused_before_any_matrix_is_read(
         (BLOCK_FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
         (INT8 | {"format": "marlin-24"}, "format is 'marlin-24'"),
         (INT8 | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format"),
-        (INT8 | {"config_groups": {}}, "config_groups is {}; it must have at least one group"),
+        (
+            INT8 | {"config_groups": {}},
+            "config_groups is {}; config_groups must have at least one group",
+        ),
         (INT8 | {"config_groups": {"a": 1}}, "config_groups.a is 1; it must be an object"),
         (INT8 | {"format": "mixed-precision"}, "config_groups.group_0.format is None"),
-        (targets(None), "config_groups.group_0.targets is None; it must be a list of module names"),
-        (targets([]), r"group_0.targets is \[\]; it must be a list of module names"),
-        (targets(["Linear", 3]), "group_0.targets is .*; it must be a list of module names"),
+        (
+            targets(None),
+            "config_groups.group_0.targets is None; targets must be a list of module names",
+        ),
+        (targets([]), r"group_0.targets is \[\]; targets must be a list of module names"),
+        (targets(["Linear", 3]), "group_0.targets is .*; targets must be a list of module names"),
         (
             targets(["re:("]),
-            r"a target is 're:\('; it is not a valid regular expression: missing \)",
+            r"a target is 're:\('; the pattern is not a valid regular expression: missing \)",
         ),
-        (targets(["re:(a+)+b"]), "a target is .*; it must not repeat a group"),
+        (targets(["re:(a+)+b"]), "a target is .*; a pattern must not repeat a group"),
         (targets(["re:" + 7 * ".*"]), "a target is .*at most six repetitions"),
         (INT4 | compressed(num_bits=3, type="int", strategy="group"), "weights.num_bits is 3"),
         (

@@ -16,7 +16,13 @@ from pathlib import Path
 import psutil
 
 from tandem.common.config.engine import EngineOptions
-from tandem.common.dtypes import DTYPE_BYTES, compute_dtype, cpu_has_bfloat16, kv_part_bytes
+from tandem.common.dtypes import DTYPE_BYTES, compute_dtype, cpu_has_bfloat16
+from tandem.engine.cache.layout.kv_groups import (
+    STEP_TOKENS,
+    KvLayout,
+    divide_pool,
+    model_layout,
+)
 from tandem.models.folder import ModelFolder
 from tandem.models.shape import num_parameters
 
@@ -86,17 +92,7 @@ def worker_need(
     else:
         pool_bytes = 0
         if model is not None:
-            shape = model.config
-            kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
-            latent = shape.latent
-            part_bytes = kv_part_bytes(
-                kv_dtype,
-                config.block_size,
-                shape.head_dim,
-                has_values=latent is None,
-                rotated=None if latent is None else latent.rotated_key(kv_dtype, dtype),
-            )
-            pool_bytes = config.num_blocks * shape.num_layers * shape.num_kv_heads * part_bytes
+            pool_bytes = _divided_bytes(config, model, dtype)
     if config.kv_host_bytes:
         option += f" --kv-host-memory {config.kv_host_bytes}"
         pool_bytes += config.kv_host_bytes
@@ -123,6 +119,23 @@ def worker_need(
     if dtype != shape.torch_dtype or not is_stored:
         num_converted = max(shape.vocab_size * shape.hidden_size, num_weights // shape.num_layers)
     return Need(option, pool_bytes, packed_bytes + num_converted * DTYPE_BYTES[dtype])
+
+
+def _divided_bytes(config: EngineOptions, model: ModelFolder, dtype: str) -> int:
+    """Returns the bytes of the pools if `config.num_blocks` gives their size. With states, the
+    slots of states add to the blocks."""
+
+    def layout(*num_blocks: int) -> KvLayout:
+        return model_layout(
+            model.config,
+            num_blocks,
+            block_size=config.block_size,
+            dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
+            computed_dtype=dtype,
+        )
+
+    step_tokens = config.max_tokens_per_step or STEP_TOKENS
+    return divide_pool(layout, config, step_tokens=step_tokens).pool_bytes
 
 
 def pool_option(config: EngineOptions) -> str:

@@ -11,10 +11,12 @@ import pytest
 
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.memory import Memory, Need, read_memory, why_too_much, worker_need
 from tandem.models.config.quantization_scheme import Quantization, Scheme
 from tandem.models.folder import ModelFolder
-from tandem.models.memory import Memory, Need, read_memory, why_too_much, worker_need
 from tandem.models.source import BUILT_IN, resolve
+from tests.model_engines import make_model_engine
+from tests.tiny_models import make_tiny_model
 
 GB = 10**9
 NEED = Need("--kv-memory 900000000000", 900 * GB, GB // 2)
@@ -54,6 +56,16 @@ def test_blocks_are_counted_as_the_layout_does(model: ModelFolder, kv_dtype: str
     )
     need = worker_need(config, model)
     assert (need.option, need.pool_bytes) == ("--num-blocks 7", layout.pool_bytes)
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "gemma3"])
+def test_all_pools_are_counted_as_the_engine_divides_them(family: str, tmp_path: Path) -> None:
+    """The slots of states add to the given number of blocks."""
+    folder, _ = make_tiny_model(family, tmp_path)
+    engine, runner = make_model_engine(folder, dtype="float32", num_blocks=50, max_num_seqs=3)
+    config = EngineConfig(model="", num_blocks=50, max_num_seqs=3)
+    assert worker_need(config, folder, dtype="float32").pool_bytes == runner.kv.nbytes
+    assert engine.layout.pool_bytes == runner.kv.nbytes
 
 
 def test_weights_count_by_their_dtype_and_whether_they_are_converted(model: ModelFolder) -> None:

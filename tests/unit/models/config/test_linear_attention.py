@@ -1,0 +1,149 @@
+"""Layers that keep a state, as config.json describes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.engine.cache.layout.kv_groups import (
+    LayerPlace,
+    layer_groups,
+    layer_places,
+    state_places,
+)
+from tandem.engine.cache.layout.state_layout import StateLayout
+from tandem.errors import UnsupportedModel
+from tandem.models.config.linear_attention import GatedDelta, Mamba2, ShortConv
+from tandem.models.config.model import ModelConfig
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+OLMO = {"architectures": ["OlmoHybridForCausalLM"]}
+GRANITE = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "mamba_n_heads": 8,
+    "time_step_limit": [0.0, float("inf")],
+}
+FALCON = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "mamba_n_heads": 8,
+    "mamba_d_ssm": 128,
+}
+NEMOTRON = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-*E"}
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "full_attn_idxs": [1, 3],
+    "block_multiple_of": 20,
+}
+
+
+def read(config: dict[str, Any], **changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf(SIZES | config | changes)
+
+
+def test_sizes_of_olmo_hybrid_that_are_absent() -> None:
+    config = read(OLMO)
+    delta = config.layers[0].linear
+    assert isinstance(delta, GatedDelta)
+    assert (delta.num_key_heads, delta.key_dim, delta.value_dim) == (4, 12, 24)
+    assert delta.rate_max == 2.0
+    assert [layer.has_attention for layer in config.layers] == [False, False, False, True]
+    assert config.layers[3].rope.theta == 10000.0
+    assert read(OLMO, rope_parameters={"rope_theta": None}).layers[3].rope.theta is None
+    assert read(OLMO, rope_theta=None).layers[3].rope.theta is None
+    given = read(OLMO, rope_theta=10.0, linear_allow_neg_eigval=False)
+    assert given.layers[3].rope.theta == 10.0
+    assert isinstance(given.layers[0].linear, GatedDelta)
+    assert given.layers[0].linear.rate_max == 1.0
+
+
+def test_granite_4_with_and_without_experts() -> None:
+    config = read(GRANITE, shared_intermediate_size=20)
+    assert [layer.has_attention for layer in config.layers] == [False, True, False, False]
+    assert config.layers[0].experts is not None
+    assert config.layers[0].experts.shared_inner == 20
+    assert config.layers[1].rope.theta is None
+    dense = read(
+        GRANITE,
+        num_local_experts=0,
+        shared_intermediate_size=20,
+        position_embedding_type="rope",
+    )
+    assert dense.layers[0].experts is None
+    assert dense.intermediate_size == 20
+    assert dense.layers[1].rope.theta == 10000.0
+
+
+def test_lfm2_adjusts_the_size_of_its_mlps() -> None:
+    config = read(LFM2)
+    assert config.intermediate_size == 80  # 64 rounded up to a multiple of 20
+    assert [isinstance(layer.linear, ShortConv) for layer in config.layers] == [True, False] * 2
+    assert read(LFM2, block_auto_adjust_ff_dim=False).intermediate_size == 96
+    assert read(LFM2, block_ff_dim=30, block_ffn_dim_multiplier=None).intermediate_size == 20
+
+
+def test_the_places_of_layers_with_both_with_one_and_with_none() -> None:
+    both = read(FALCON)
+    assert list(layer_groups(both).values()) == [(0, 1, 2, 3), (0, 1, 2, 3)]
+    assert layer_places(both)[2] == LayerPlace(0, 2)
+    assert state_places(both)[2] == LayerPlace(1, 2)
+    single = read(NEMOTRON)
+    assert single.num_layers == 4
+    assert list(layer_groups(single).values()) == [(2,), (0,)]
+    assert layer_places(single) == [None, None, LayerPlace(0, 0), None]
+    assert state_places(single) == [LayerPlace(1, 0), None, None, None]
+    assert [layer.has_mlp for layer in single.layers] == [False, True, False, True]
+    assert [layer.experts is None for layer in single.layers] == [True, True, True, False]
+
+
+def test_heads_have_room_for_channels_that_they_cannot_share_equally() -> None:
+    sizes = Mamba2(
+        num_mamba_heads=48,
+        num_groups=1,
+        key_dim=128,
+        value_dim=64,
+        kernel=4,
+        has_conv_bias=True,
+        has_biases=False,
+    )
+    assert sizes.head_sections == [64, 3, 3]
+    layout = StateLayout.of(sizes, num_slots=1, num_layers=36, block_size=16)
+    assert layout.conv_shape == (3, 70)
+    assert layout.layer_bytes == 4 * (128 * 64 + 3 * 70) + 56  # padded to 64 bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (GRANITE, {"layer_types": None}, "layer_types is missing"),
+        (GRANITE, {"layer_types": ["mamba"] * 4}, "at least one layer must have full attention"),
+        (GRANITE, {"layer_types": ["conv", "attention"] * 2}, "layer_types has 'conv'"),
+        (GRANITE, {"mamba_d_head": 8}, "mamba_d_head 8; their product must be"),
+        (GRANITE, {"mamba_n_groups": 3}, "mamba_n_groups is 3; it must divide"),
+        (GRANITE, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act is .*supported are silu"),
+        (GRANITE, {"mamba_d_conv": 1}, "mamba_d_conv is 1; it must be at least 2"),
+        (GRANITE, {"time_step_limit": [0.0, 0.1]}, "time_step_limit is .* must be .0, Infinity"),
+        (FALCON, {"mamba_rms_norm": True}, "mamba_norm_before_gate is true"),
+        (FALCON, {"mlp_multipliers": [1.0]}, "mlp_multipliers is .* list of 2 numbers"),
+        (FALCON, {"projectors_bias": True}, "projectors_bias is True"),
+        (LFM2, {"full_attn_idxs": "1"}, "full_attn_idxs is '1'; it must be a list of layer"),
+        (LFM2, {"conv_L_cache": 1}, "conv_L_cache is 1; it must be at least 2"),
+        (NEMOTRON, {"hybrid_override_pattern": "M?"}, "hybrid_override_pattern is 'M.'; it must"),
+        (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'.*supported are relu2"),
+        (NEMOTRON, {"moe_latent_size": 8}, "moe_latent_size is 8, which is not supported"),
+    ],
+)
+def test_refusals_name_the_field(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read(config, **changes)
