@@ -11,9 +11,8 @@ import gguf
 import numpy as np
 
 from tandem.errors import UnsupportedModel
-from tandem.models.checkpoint.expert_names import CORRECTION
 from tandem.models.gguf.layout import StoredTensor, read_parts
-from tandem.models.gguf.names import ROPE_TABLES, hf_name, unused_layers
+from tandem.models.gguf.names import CORRECTION, ROPE_TABLES, hf_name, unused_layers
 
 
 def read_headers(files: Sequence[Path], architecture: str) -> dict[str, StoredTensor]:

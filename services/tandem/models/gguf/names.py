@@ -42,10 +42,10 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)(?P<kind>\.weight|\.
 _NEXTN = re.compile(r"(blk\.\d+\.)nextn\..+")
 # Hugging Face names of these tensors have no suffix .weight or .bias.
 _SINKS = "self_attn.sinks"
-_CORRECTION = "mlp.gate.e_score_correction_bias"
+CORRECTION = "mlp.gate.e_score_correction_bias"
 A_LOG = "linear_attn.A_log"
 _DT_BIAS = "linear_attn.dt_bias"
-_WITHOUT_SUFFIX = (_SINKS, _CORRECTION, A_LOG, _DT_BIAS)
+_WITHOUT_SUFFIX = (_SINKS, CORRECTION, A_LOG, _DT_BIAS)
 # The only GGUF name without a suffix .weight or .bias.
 _DECAY = "ssm_a"
 _DEEPSEEK = {
@@ -57,7 +57,7 @@ _DEEPSEEK = {
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
-    "exp_probs_b": _CORRECTION,
+    "exp_probs_b": CORRECTION,
 }
 _SHARED = {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
@@ -93,11 +93,11 @@ _NAMES_BY_FAMILY = {
     "Glm4Moe": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_up": "mlp.up_proj",
-        "exp_probs_b": _CORRECTION,
+        "exp_probs_b": CORRECTION,
     }
     | _SHARED,
-    "MiniMaxM2": {"exp_probs_b": _CORRECTION},
-    "Ernie4_5_Moe": {"exp_probs_b": _CORRECTION} | _SHARED,
+    "MiniMaxM2": {"exp_probs_b": CORRECTION},
+    "Ernie4_5_Moe": {"exp_probs_b": CORRECTION} | _SHARED,
     "HunYuanMoE": _SHARED,
     "Qwen3Next": _QWEN_LINEAR,
     "Qwen3_5": _QWEN_LINEAR,
