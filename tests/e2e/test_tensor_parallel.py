@@ -31,16 +31,13 @@ HOST_TIER = ("--kv-host-memory", str(64 << 20))
 RANK_MODULE = "tandem.engine.executor.rank_program"
 
 
-def make_model(folder: Path, num_kv_heads: int = 4) -> str:
-    """A model with 8 query heads. Its MLP is so large that workers load blocks from tiers, which is
-    always faster than to compute them."""
-    heads = {"num_attention_heads": 8, "num_key_value_heads": num_kv_heads}
-    return str(make_random_speaker(folder, **heads, hidden_size=128, intermediate_size=8192).path)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_model(tmp_path_factory.mktemp("model"))
+    """A model with 8 query heads and 4 KV heads. Its MLP is so large that workers load blocks from
+    tiers, which is always faster than to compute them."""
+    folder = tmp_path_factory.mktemp("model")
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return str(make_random_speaker(folder, **heads, hidden_size=128, intermediate_size=8192).path)
 
 
 PROMPTS = [random.Random(size).choices(range(100, 40_000), k=size) for size in (300, 170, 95, 33)]
@@ -290,39 +287,6 @@ async def test_tokens_do_not_depend_on_the_degree_if_each_rank_has_a_pool(
         check_pulled(cluster, transport)
         preempted = metric(cluster, "decode-0", "tandem_preemptions_total")
         assert (preempted > 0) == (num_tokens == PREEMPTED)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_kv_heads", "prefill", "decode", "transport", "options"),
-    [
-        (2, 2, 4, "nixl", OWN_POOLS),
-        (2, 4, 1, "grpc", OWN_POOLS),
-        (1, 4, 2, "nixl", OWN_POOLS),
-        (1, 2, 4, "grpc", ()),
-    ],
-)
-async def test_tokens_do_not_depend_on_the_degree_if_ranks_have_the_same_heads(
-    num_kv_heads: int,
-    prefill: int,
-    decode: int,
-    transport: str,
-    options: tuple[str, ...],
-    redis_server: EmbeddedRedis,
-    tmp_path: Path,
-) -> None:
-    model = make_model(tmp_path / "model", num_kv_heads)
-    found = alone(model, kernels="torch" if options else "auto")
-    expected = [tokens[:PREEMPTED] for tokens in found]
-    degrees = {"prefill-0": prefill, "decode-0": decode}
-    options += ("--transport", transport, "--verify-blocks", "all")
-    options += ("--local-prefill-max-tokens", "0")
-    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
-        async with open_client(cluster) as client:
-            assert await answers(client, num_tokens=PREEMPTED) == expected
-            assert await answers(client, num_tokens=PREEMPTED) == expected  # with warm caches
-        await asyncio.to_thread(cluster.wait_idle)
-        check_pulled(cluster, transport)
 
 
 @pytest.mark.slow
