@@ -275,7 +275,7 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
         (of_user({"type": "wings"}), "'wings'"),
         (of_user({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}), "'image'"),
         (of_user({"type": "tool_result"}), "tool_use_id"),
-        (of_user({"type": "thinking", "thinking": ""}), "the role user does not have"),
+        (of_user({"type": "thinking", "thinking": ""}), "in a message of the role user"),
         (of_user(), "content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": []}, "messages must be"),

@@ -7,7 +7,7 @@ no other module of Tandem.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -75,7 +75,7 @@ class BlockSpans:
         """Divides the blocks into at most `num_shares` runs of about as many bytes each. Returns
         the indices of each run's blocks in `block_ids`."""
         ends = list(accumulate(self.sizes(block_ids)))
-        cuts = {bisect_left(ends, ends[-1] * number / num_shares) for number in range(num_shares)}
+        cuts = {bisect_right(ends, ends[-1] * number / num_shares) for number in range(num_shares)}
         return [range(*run) for run in pairwise([*sorted(cuts), len(ends)])]
 
     def count(self, block_ids: Sequence[int], num_bytes: int) -> int | None:
