@@ -204,11 +204,15 @@ void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, f
     const int hidden = d.model.hidden;
     for (int row = 0; row < num_rows; ++row, to += hidden) {
         const float* x = d.scratch.hidden.of(0) + static_cast<size_t>(rows[row]) * hidden;
-        double squares = 0;
-        for (int i = 0; i < hidden; ++i) squares += static_cast<double>(x[i]) * x[i];
+        double mean = 0, squares = 0;
+        if (d.model.centers_norms) {
+            for (int i = 0; i < hidden; ++i) mean += x[i];
+            mean /= hidden;
+        }
+        for (int i = 0; i < hidden; ++i) squares += (x[i] - mean) * (x[i] - mean);
         const double scale = 1 / std::sqrt(squares / hidden + d.model.norm_eps);
         for (int i = 0; i < hidden; ++i)
-            to[i] = static_cast<float>(x[i] * scale * d.model.final_norm[i]);
+            to[i] = static_cast<float>((x[i] - mean) * scale * d.model.final_norm[i]);
     }
 }
 

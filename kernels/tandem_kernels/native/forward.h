@@ -533,7 +533,7 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
         std::max(rows * std::max({heads, 2 * inner, whole_steps(inner)}), latent.projected);
     size_t routed = 0, logits = 0;
     Routing routing{};
-    size_t rounded = quantized_input_floats(rows, std::max({inner, hidden, heads}));
+    size_t rounded = quantized_input_floats(rows, std::max({inner, hidden, heads, attended}));
     const Experts* const experts = experts_of(model);
     if (experts != nullptr) {
         const size_t places = rows * experts->top_k;

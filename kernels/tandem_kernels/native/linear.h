@@ -269,11 +269,12 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
             first.below(m).put(at, gated_for_bf16(gate, up, gating), num);
         }
     };
-    if (matrix.gating.activation == SILU_GATE)
+    const Gating& wanted = matrix.gating;
+    if (wanted.activation == SILU_GATE && wanted.alpha == 1.0f && wanted.limit == 1.0f)
         // the most common activation, without a branch per vector
-        put_all({SILU_GATE, 0.0f, 0.0f});
+        put_all({SILU_GATE, 1.0f, 1.0f});
     else
-        put_all(matrix.gating);
+        put_all(wanted);
 }
 
 inline void gate_of_fp8(const Matrix& matrix, const Inputs& inputs, int first_panel, int end_panel,

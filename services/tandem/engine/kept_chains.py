@@ -58,9 +58,8 @@ class KeptChains:
             else:
                 cached = [h for h in block_hashes[:depth] if pool.find(h) is not None]
             if group.has_states:
-                cached = cached[
-                    -1:
-                ]  # a request that continues the chain needs the last state alone
+                # A request that continues the chain needs the last state alone.
+                cached = cached[-1:]
             num_pinned = pool.pin(tenant, retention.weight, cached, until)
             is_refused |= num_pinned < len(cached)
             if group.window is None:

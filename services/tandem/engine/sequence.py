@@ -384,7 +384,10 @@ class Sequence:
     def may_run_ahead(self) -> bool:
         """True if the next token may be computed before it is known on the host, in a step that is
         launched ahead (schedule_ahead, scheduler.py). It must not be computed before the states
-        after the last token are frozen."""
+        after the last token are frozen, nor if a late mask could drop the sequence from the step,
+        because the token is then computed again, and a state must take it only once."""
+        if self.checkpoints is not None and self.grammar is not None:
+            return False
         freezes = self.checkpoints is not None and self.checkpoints.includes(
             self.num_tokens, self.num_prefill_tokens
         )

@@ -101,6 +101,8 @@ def _next_depth(other: Sequence) -> int:
     if other.checkpoints is None:
         return other.num_stored_blocks + 1
     if other.status is Status.WAITING_FOR_KV:
+        if other.mode is Mode.WAITING_FOR_REMOTE_KV:
+            return max(other.num_prefix_blocks, other.tables.checkpoint)
         return other.num_prefix_blocks
     return other.next_checkpoint // other.block_size
 

@@ -171,6 +171,8 @@ def _linear_layers(
     if family.has_parallel_state:
         return [read_linear(config, family)] * num_layers
     kinds = config.get("layer_types")
+    if kinds is None and family.has_single_parts:
+        raise UnsupportedModel("layer_types is missing; it must have the kind of each layer")
     if kinds is None:
         full = config.get("full_attn_idxs")
         if full is None and "full_attention_interval" not in config:

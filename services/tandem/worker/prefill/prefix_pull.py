@@ -200,10 +200,11 @@ class PrefixPuller:
             wanted = block_hashes[: holder.num_tokens // self._block_size]
             # A holder of a shorter prefix fills only the first target blocks. If layers have an
             # attention window, all holders have the whole prefix (see `plan`).
+            filled = targets
             if not self._compatibility.has_windows:
-                targets = targets[: len(wanted) - num_cached]
+                filled = targets[: len(wanted) - num_cached]
             try:
-                num_blocks = await self._hold(lease, sequence_id, wanted, num_cached, targets)
+                num_blocks = await self._hold(lease, sequence_id, wanted, num_cached, filled)
                 if num_blocks > num_cached:
                     return num_blocks
             except Exception as error:

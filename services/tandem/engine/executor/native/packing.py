@@ -113,6 +113,7 @@ class Packer:
         weights=int8.
         """
         if isinstance(parts[0].blocks, Fp8):
+            assert all(isinstance(part.blocks, Fp8) for part in parts)
             return self._fp8(parts)
         if parts[0].blocks:
             return self._quantized(parts, self._share)

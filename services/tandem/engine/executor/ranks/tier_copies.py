@@ -16,6 +16,8 @@ the copies in order, and sends a byte when one is done.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +35,8 @@ from tandem.engine.tiers.device.blocks import DONE, Channel, DeviceBlocks, Event
 from tandem.engine.tiers.device.cuda import CudaDevice
 from tandem.engine.tiers.device.staged_blocks import Copier, StagedChannel, Stream, ring_slots
 from tandem.engine.tiers.storage import Bytes
+
+log = logging.getLogger(__name__)
 
 _ALIGNMENT = 4096  # of the slots and rings
 
@@ -215,8 +219,12 @@ class CopyServer:
                     begun.append(self._begin(pipe.recv()))
         except (EOFError, OSError):
             return  # rank 0 has ended
+        except Exception:
+            # Rank 0 would wait for the copy for ever. Without this rank the worker ends.
+            log.exception("a copy between a KV tier and this rank's pools failed")
+            os._exit(1)
         finally:
-            pipe.close()  # after an error, no copy counts as made any more
+            pipe.close()
 
     def _begin(self, copy: Copy) -> Event:
         with self._marked:

@@ -257,17 +257,19 @@ class _Builder:
             for field, stored in norm_names(self._config, spec).items()
         }
         if spec.linear is not None:
-            of_state, out, state = self._state(f"{name}.linear_attn", spec.linear)
+            of_state, out, state = self._state(
+                f"{name}.linear_attn", spec.linear, is_beside=spec.has_attention
+            )
             if not spec.has_attention:
                 return LayerWeights(qkv=of_state, attention_out=out, mlp=mlp, state=state, **norms)
-            own = tensors.joined(*(f"{attention}.{part}_proj" for part in "qkv"))
+            own = tuple(self._numbers(f"{attention}.{part}_proj") for part in "qkv")
             o_proj = tensors.tensor(f"{attention}.o_proj.weight")
             return LayerWeights(
                 qkv=(*self._rotary_first(own, spec), *of_state),
                 attention_out=Linear(torch.cat((o_proj, out.weight), 1), None),
                 mlp=mlp,
                 state=state,
-                projected_factors=self._projected_factors(spec.linear),
+                projected_factors=self._projected_factors(spec.linear, state.conv.device),
                 **norms,
             )
         if not spec.has_attention:
@@ -294,10 +296,12 @@ class _Builder:
             parts_of_layer = "qkk" if spec.values_are_keys else "qkv"
             if spec.kv_source is not None:
                 parts_of_layer = "q"
-            own = tensors.joined(*(f"{attention}.{part}_proj" for part in parts_of_layer))
+            names = [f"{attention}.{part}_proj" for part in parts_of_layer]
+            has_gates = self._config.has_head_gates
+            own = tuple(map(self._numbers, names)) if has_gates else tensors.joined(*names)
             qkv = self._rotary_first(own, spec)
         if self._config.has_head_gates:
-            gate = tensors.linear(f"{attention}.g_proj")
+            gate = self._numbers(f"{attention}.g_proj")
         return LayerWeights(
             qkv=qkv,
             attention_out=tensors.linear(f"{attention}.o_proj"),
@@ -390,20 +394,22 @@ class _Builder:
         return (queries, keys, v), gates
 
     def _state(
-        self, name: str, sizes: LinearAttention
+        self, name: str, sizes: LinearAttention, *, is_beside: bool
     ) -> tuple[tuple[Linear, ...], Linear, StateWeights]:
         """Returns the first matrices, the last matrix and the other weights of a layer that keeps a
-        state."""
+        state. If `is_beside` is True, the layer has attention, too, whose matrices are parts of the
+        same products."""
         tensors = self._tensors
+        linear = self._numbers if is_beside else tensors.linear
         conv = [f"{name}.conv1d.weight"]
         first: tuple[Linear, ...]
         if isinstance(sizes, GatedDelta) and sizes.form == "apart":
-            first = tuple(tensors.linear(f"{name}.{part}_proj") for part in "qkvgba")
+            first = tuple(self._numbers(f"{name}.{part}_proj") for part in "qkvgba")
             conv = [f"{name}.{part}_conv1d.weight" for part in "qkv"]
         elif isinstance(sizes, GatedDelta):
             first = self._delta_products(name, sizes)
         else:
-            first = (tensors.linear(f"{name}.in_proj"),)
+            first = (linear(f"{name}.in_proj"),)
 
         def floats(part: str) -> torch.Tensor | None:
             return tensors.floats(f"{name}.{part}") if f"{name}.{part}" in tensors else None
@@ -419,9 +425,17 @@ class _Builder:
             norm=tensors.tensor(norm) if norm in tensors else None,
             output_factor=1.0 if factors is None else factors.output,
         )
-        return first, tensors.linear(f"{name}.out_proj"), state
+        return first, linear(f"{name}.out_proj"), state
 
-    def _projected_factors(self, sizes: LinearAttention) -> torch.Tensor | None:
+    def _numbers(self, name: str) -> Linear:
+        """Returns a matrix that does not stay quantized. The kernels need matrices of one format
+        for a product of several, and a checkpoint may have quantized only some of them."""
+        weight = Linear(self._tensors.tensor(f"{name}.weight"), None)
+        return self._tensors.with_bias(weight, f"{name}.bias")
+
+    def _projected_factors(
+        self, sizes: LinearAttention, device: torch.device
+    ) -> torch.Tensor | None:
         """Returns the factors on the product of q, k, v and the first matrix of Mamba 2."""
         factors, config = self._config.layer_factors, self._config
         if factors is None or not isinstance(sizes, Mamba2):
@@ -439,7 +453,10 @@ class _Builder:
         )
         values = (factors.query, factors.key, factors.value, *factors.projected)
         return torch.cat(
-            [torch.full((num,), value) for num, value in zip(nums, values, strict=True)]
+            [
+                torch.full((num,), value, device=device)
+                for num, value in zip(nums, values, strict=True)
+            ]
         )
 
     def _delta_products(self, name: str, sizes: GatedDelta) -> tuple[Linear, ...]:
