@@ -110,7 +110,7 @@ def test_another_kv_dtype_leaves_them_and_says_so(
     folder = folder_of(tmp_path, scales_of(num_layers))
     with caplog.at_level(logging.WARNING):
         assert runner_of(folder, "torch", "int8").kv_dtype_name == "int8"
-    assert "for kv-dtype fp8_e4m3, and kv-dtype is int8" in caplog.text
+    assert "are not used, because kv-dtype is int8" in caplog.text
 
 
 @pytest.mark.parametrize(
