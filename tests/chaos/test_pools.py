@@ -18,6 +18,7 @@ import time
 from contextlib import closing
 from random import Random
 
+import httpx
 import pytest
 
 from tandem.router.request.migration_budget import MIGRATION_REASONS
@@ -145,9 +146,19 @@ async def strike(
             raise ended
     await asyncio.to_thread(cluster.scale, prefill=2, decode=2)
     await asyncio.to_thread(
-        wait_for, cluster.is_whole, deadline_s=180, what="the end of the last fault"
+        wait_for, lambda: is_whole(cluster), deadline_s=180, what="the end of the last fault"
     )
     return seconds
+
+
+def is_whole(cluster: KeptCluster) -> bool:
+    """Returns whether all workers are ready and answer. The record of a worker that was just killed
+    still says that it is ready."""
+    try:
+        total(cluster, "tandem_block_mismatches_total")
+    except httpx.HTTPError:
+        return False
+    return cluster.is_whole()
 
 
 async def watch_moves(cluster: KeptCluster, has_moved: asyncio.Event) -> None:
