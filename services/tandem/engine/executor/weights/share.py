@@ -128,7 +128,9 @@ def share_of_lora(weights: LoraWeights, config: ModelConfig, share: Share) -> Lo
         return tuple(replace(part, a=_columns(part.a, inputs).contiguous()) for part in parts)
 
     def layer(whole: LoraLayer, spec: LayerSpec) -> LoraLayer:
-        num_inner = spec.experts.shared_inner if spec.experts else config.intermediate_size
+        num_inner = spec.inner or config.intermediate_size
+        if spec.experts is not None:
+            num_inner = spec.experts.shared_inner
         inner = share.of(num_inner)
         gate_up = [inner, _after(num_inner, inner)]
         return LoraLayer(
