@@ -197,6 +197,8 @@ def start_ways(
             (folder / name).mkdir()
             cluster = LocalCluster(redis, folder / name, model)
             cluster.options = (*cluster.options, *options, *more)
+            # On a busy machine, requests would be refused as too late.
+            cluster.router_options = (*cluster.router_options, "--ttft-limit", "0")
             stack.callback(closing.submit, cluster.close)
             cluster.start_router()
             roles = (("prefill", prefill, ranks[0]), ("decode", decode, ranks[1]))
