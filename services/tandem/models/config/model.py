@@ -389,6 +389,9 @@ def _family_of(model_type: object) -> str | None:
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns the config with transformers' defaults for absent keys."""
+    kinds = family.key_names.get("layer_types", "layer_types")
+    if config.get("layer_types", config.get(kinds)) != config.get(kinds):
+        raise UnsupportedModel(f"layer_types and {kinds} differ; only one of them is allowed")
     renamed = {ours: config[own] for ours, own in family.key_names.items() if own in config}
     filled = {**family.defaults, **config, **renamed}
     if family.has_rotary_dim and config.get("rotary_dim") is not None:
