@@ -38,6 +38,8 @@ def run(seed: int, num_steps: int, num_slots: int, max_num_seqs: int) -> tuple[i
     """Adds, forks and cancels random sequences, some of which compute prompts for a peer. Returns
     the numbers of preemptions, of evicted states, and of reused tokens."""
     rng = Random(seed)
+    # With tiers the pool has at least one slot more.
+    tiers = {"kv_host_bytes": 4096} if num_slots > 3 and rng.random() < 0.5 else {}
     kv_bytes = 2 * num_slots * SLOT_BYTES
     engine, runner = make_grouped_engine(
         WINDOWS,
@@ -45,6 +47,7 @@ def run(seed: int, num_steps: int, num_slots: int, max_num_seqs: int) -> tuple[i
         kv_bytes_max=kv_bytes,
         max_num_seqs=max_num_seqs,
         max_tokens_per_step=rng.choice((5, 20)),
+        **tiers,
     )
     assert runner.kv.nbytes <= kv_bytes
     capacity = engine.layout.tokens_max
@@ -62,17 +65,7 @@ def run(seed: int, num_steps: int, num_slots: int, max_num_seqs: int) -> tuple[i
             mode = rng.choice((Mode.LOCAL, Mode.LOCAL, Mode.PREFILL_ONLY))
             max_tokens = min(rng.randrange(1, 50), capacity - len(prompt))
             prompts[name] = prompt
-            has_forks = rng.random() < 0.5
-            engine.add(
-                make_spec(
-                    name,
-                    prompt,
-                    mode=mode,
-                    max_tokens=max_tokens,
-                    fork_of=parent,
-                    has_forks=has_forks,
-                )
-            )
+            engine.add(make_spec(name, prompt, mode=mode, max_tokens=max_tokens, fork_of=parent))
         if engine._sequences and rng.random() < 0.03:
             engine.remove(rng.choice([*engine._sequences]))
         if engine.has_work():
@@ -82,6 +75,7 @@ def run(seed: int, num_steps: int, num_slots: int, max_num_seqs: int) -> tuple[i
             engine.remove(held.pop(0))
         check_states(engine, kv_bytes)
         states |= engine._kv.pools[1]._by_hash.keys()
+    engine.close()
     for name, made in outcome.token_ids.items():
         assert made == continuation(prompts[name], len(made), WINDOWS)
     ends = outcome.ends.values()

@@ -299,9 +299,7 @@ class Scheduler:
         while (sequence := self._next_waiting()) and (
             start := self._find_start(sequence, schedule)
         ):
-            self._plan_load(sequence, start)
-            if sequence.loading.end:
-                start = self.loads.start_after_load(sequence, start.num_cached_blocks)
+            start = self._plan_load(sequence, start)
             tables = self._kv.reserve(
                 sequence.reusable_hashes,
                 start.num_cached_blocks,
@@ -320,7 +318,7 @@ class Scheduler:
                 self.withdraw(sequence)
                 sequence.status = Status.LOADING
                 self.loading.append(sequence)
-                self.loads.start(sequence)
+                self.loads.start(sequence, start)
                 if sequence.loading.computes:
                     schedule.admitted.append(sequence)
                     self._compute_meanwhile(schedule, sequence)
@@ -330,8 +328,9 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 self._add_chunk(schedule, sequence)
 
-    def _plan_load(self, sequence: Sequence, start: SequenceStart) -> None:
-        """Decides which blocks of a sequence that is being admitted are loaded from a tier."""
+    def _plan_load(self, sequence: Sequence, start: SequenceStart) -> SequenceStart:
+        """Decides which blocks of a sequence that is being admitted are loaded from a tier. Returns
+        the start with this load."""
         prefilling = [s for s in self.running if not s.in_decode]
         sequence.loading = loading = self.loads.plan(
             sequence,
@@ -341,6 +340,11 @@ class Scheduler:
         )
         if not loading.awaits:
             sequence.stop_awaiting_kv()
+        if not loading.end:
+            return start
+        after = self.loads.start_after_load(sequence, start, loading.end)
+        assert after is not None, "the room was found before"
+        return after
 
     def _compute_meanwhile(self, schedule: Schedule, sequence: Sequence) -> None:
         """Plans a chunk of a LOADING sequence. The chunk ends before the first block that the load
