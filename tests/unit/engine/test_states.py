@@ -204,8 +204,8 @@ def test_settings_without_support_are_refused_before_weights_are_read(
     tiny: tuple[ModelFolder, Oracle],
 ) -> None:
     folder, _ = tiny
-    with pytest.raises(ConfigError, match="tensor-parallel is 2"):
-        make_runner(folder, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="tensor-parallel is 2; it must be 1 with KV tiers"):
+        make_runner(folder, tensor_parallel=2, kv_host_bytes=1 << 20)
     engine, _ = make(folder)
     with pytest.raises(BadRequest, match="state"):
         engine.add(make_spec("a", _PROMPT, kv_budget=KvBudget(64, 4)))
