@@ -35,12 +35,28 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     if model.implementation == "transformers":
         return "torch"
     chosen = _choose(config, device, model)
-    if chosen == "torch" and config.tensor_parallel > 1 and (why := why_irregular(model)):
+    num_ranks = config.tensor_parallel
+    if chosen == "torch" and num_ranks > 1 and (why := why_irregular(model)):
         raise ConfigError(
-            f"tensor-parallel is {config.tensor_parallel}; with the torch kernels it must be 1 for "
-            f"this model: {why}"
+            f"tensor-parallel is {num_ranks}; with the torch kernels it must be 1 for this model: "
+            f"{why}"
         )
+    if chosen == "torch" and (why := _why_not_share_states(model, num_ranks)):
+        raise ConfigError(f"tensor-parallel is {num_ranks}, but {why}")
     return chosen
+
+
+def _why_not_share_states(model: ModelConfig, num_ranks: int) -> str:
+    """Returns why ranks of torch kernels, which have whole heads of states each, cannot share the
+    states of a model; "" if they can. Native kernels need no whole heads."""
+    for layer in model.layers:
+        if layer.linear is not None and (num := layer.linear.num_heads) % num_ranks:
+            possible = ", ".join(str(each) for each in range(1, num + 1) if num % each == 0)
+            return (
+                f"the {num} heads of the model's states cannot be divided among {num_ranks} ranks "
+                f"of torch kernels; possible are {possible}"
+            )
+    return ""
 
 
 def _choose(config: EngineConfig, device: torch.device, model: ModelConfig) -> Choice:
@@ -84,6 +100,10 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
             f"only the native and torch kernels read {config.kv_dtype} KV; "
             "triton reads float32, bfloat16, int8 and fp8_e4m3"
         )
+    if config.tensor_parallel > 1 and (model.has_states or model.has_attention_gates):
+        return "several ranks of Triton kernels share neither states nor gates of attention"
+    if config.lora and (model.has_states or model.has_attention_gates):
+        return "the Triton kernels do not support adapters of models with states"
     return why_not_triton_model(model) or why_not_triton(device, config.numerics)
 
 

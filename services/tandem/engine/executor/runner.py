@@ -496,7 +496,11 @@ class ModelRunner:
             memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
         return memory, [
-            StatePool(part.view(group.layout.num_blocks, -1), group.layout)
+            StatePool(
+                part.view(group.layout.num_blocks, -1),
+                group.layout,
+                None if self._has_own_pool else self._share.of(group.layout.num_kv_heads),
+            )
             if isinstance(group.layout, StateLayout)
             else make_pool(
                 part.view(group.layout.num_blocks, -1),
