@@ -96,13 +96,20 @@ def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
 
 def why_irregular(model: ModelConfig) -> str:
     """Returns in what a model differs from those whose layers all have keys and values of one
-    shape; "" if it does not differ. Adapters, quantized KV, the Triton kernels, and torch with
-    several ranks need such layers."""
+    shape and nothing else; "" if it does not differ. Adapters, quantized KV, and torch with several
+    ranks need such layers."""
+    if model.index_keys is not None:
+        return "an indexer chooses the tokens to which a query attends"
+    return why_uneven(model)
+
+
+def why_uneven(model: ModelConfig) -> str:
+    """Returns in what a model differs from those whose layers all have keys and values of one
+    shape, with or without an indexer's keys; "" if it does not differ. The Triton kernels need such
+    layers."""
     for layer in model.layers:
         if layer.kv_source is not None:
             return "some layers read the KV of earlier layers"
-        if layer.indexer is not None:
-            return "an indexer chooses the tokens to which a query attends"
         if layer.heads is not None:
             return "layers have heads of different sizes"
     if model.value_dim is not None:
