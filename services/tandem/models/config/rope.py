@@ -142,8 +142,10 @@ def read_ropes(
             "together"
         )
     else:
+        # As in transformers, the length outside of them is only for parameters of all layers.
+        own = {"original_max_position_embeddings": None}
         full, sliding = (
-            {**base, "rope_parameters": _object(given, kind)}
+            {**base, **own, "rope_parameters": _object(given, kind)}
             for base, kind in zip((plain, local), _KINDS, strict=True)
         )
     ropes = (
