@@ -65,6 +65,7 @@ class Family:
             RoPE, attend within chunks of `attention_chunk_size` tokens.
     pattern: the default of `sliding_window_pattern`.
     rope_theta: the default of `rope_theta`.
+    local_rope_theta: the same for layers with a window, with `has_rope_by_kind`.
     has_rope_by_kind: layers with a window and layers without one have different RoPE parameters.
     has_no_rope_layers: some layers have no RoPE (`no_rope_layers`).
     rope_if: the condition under which layers have RoPE:
@@ -185,6 +186,7 @@ class Family:
     windows: Windows = "none"
     pattern: int = 1
     rope_theta: float = 10000.0
+    local_rope_theta: float = 10000.0
     has_rope_by_kind: bool = False
     has_no_rope_layers: bool = False
     rope_if: Literal["", "named", "given", "never"] = ""
@@ -667,6 +669,7 @@ FAMILIES: Mapping[str, Family] = {
         norms="around",
         windows="pattern",
         has_rope_by_kind=True,
+        local_rope_theta=1000000.0,
         scalings=(*Family().scalings, "proportional"),
         is_length_scaled=True,
         has_head_gates=True,

@@ -505,7 +505,12 @@ def _num_extra_layers(config: Mapping[str, Any], family: Family) -> int:
 
 def _max_model_len(config: Mapping[str, Any], family: Family) -> int:
     stated = size(config, "max_position_embeddings")
-    ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    ropes = read_ropes(
+        config,
+        default_theta=family.rope_theta,
+        by_kind=family.has_rope_by_kind,
+        local_theta=family.local_rope_theta,
+    )
     scaling = ropes["full_attention"].scaling
     if scaling is not None and scaling.kind not in family.scalings:
         raise UnsupportedModel(
