@@ -37,8 +37,11 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
 def _why_not_with_states(options: EngineOptions) -> str:
     """Returns the first setting that a model with linear attention does not support; "" if it
     supports all of them."""
-    if options.has_tiers:
-        return f"KV tiers ({', '.join(options.tiers)}) cannot store the states of layers"
+    if options.has_tiers and options.tensor_parallel > 1:
+        return (
+            f"tensor-parallel is {options.tensor_parallel}; it must be 1 with KV tiers "
+            f"({', '.join(options.tiers)})"
+        )
     return ""
 
 

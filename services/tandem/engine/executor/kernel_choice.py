@@ -16,6 +16,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.card_dtypes import describe, is_old
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
+from tandem.models.config.linear_attention import GatedDelta, LinearAttention
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_irregular, why_uneven
 from tandem_kernels.native.library import why_unusable
@@ -100,11 +101,19 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
             f"only the native and torch kernels read {config.kv_dtype} KV; "
             "triton reads float32, bfloat16, int8 and fp8_e4m3"
         )
-    if config.tensor_parallel > 1 and (model.has_states or model.has_attention_gates):
-        return "several ranks of Triton kernels share neither states nor gates of attention"
-    if config.lora and (model.has_states or model.has_attention_gates):
+    num_ranks = config.tensor_parallel
+    if num_ranks > 1 and not all(_can_divide(layer.linear, num_ranks) for layer in model.layers):
+        return (
+            f"{num_ranks} ranks of Triton kernels need layers with states that are Gated DeltaNet "
+            "and can be divided into whole heads of keys"
+        )
+    if config.lora and (model.has_states or model.has_attention_gates or model.has_head_gates):
         return "the Triton kernels do not support adapters of models with states"
     return why_not_triton_model(model) or why_not_triton(device, config.numerics)
+
+
+def _can_divide(linear: LinearAttention | None, num_ranks: int) -> bool:
+    return linear is None or (isinstance(linear, GatedDelta) and linear.shares_nothing(num_ranks))
 
 
 def why_not_triton_model(model: ModelConfig) -> str:

@@ -20,8 +20,10 @@ called C, B and x. Several heads may share one q and k.
 A short convolution (LFM2) has no matrix. Its state is only the convolution's last inputs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal
 
@@ -49,6 +51,14 @@ class _Convolution:
     def num_k_heads(self) -> int:
         """Number of heads of q and k, each of which several matrices may share."""
         raise NotImplementedError
+
+    def shares_nothing(self, num_ranks: int) -> bool:
+        """Returns whether each rank can have whole heads of q and k, and whether its part of the
+        state then has exactly the channels of these heads. Otherwise ranks share some."""
+        nums = (self.num_heads, self.num_k_heads)
+        return not any(num % num_ranks for num in nums) and not any(
+            num % self.num_heads for num in self.sections
+        )
 
     @property
     def num_channels(self) -> int:
@@ -88,6 +98,14 @@ class GatedDelta(_Convolution):
     @property
     def group(self) -> int:
         return self.num_value_heads // self.num_key_heads
+
+    def of_rank(self, num_ranks: int) -> GatedDelta:
+        """Returns the sizes of a rank's heads, if ranks share nothing."""
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // num_ranks,
+            num_value_heads=self.num_value_heads // num_ranks,
+        )
 
     @property
     def num_heads(self) -> int:
@@ -162,7 +180,7 @@ class ShortConv(_Convolution):
 
     @property
     def num_k_heads(self) -> int:
-        return 1
+        return self.num_heads  # There are no q and k that heads could share.
 
     @property
     def sections(self) -> list[int]:

@@ -37,7 +37,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     StateWeights,
 )
 from tandem.engine.executor.weights.expand import embedded, pieces
-from tandem.engine.executor.weights.share import Share, has_whole_groups
+from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
 from tandem.models.config.layers import Heads, LayerSpec
 from tandem.models.config.linear_attention import LinearAttention, Mamba2, ShortConv
@@ -454,7 +454,7 @@ class Decoder:
         rank's part of the states. If they are not those of its heads, the ranks exchange them."""
         share = self._ranks.share
         num = sizes.num_k_heads * sizes.key_dim
-        if share.num_ranks == 1 or (has_whole_groups(sizes, share) and num % sizes.num_heads == 0):
+        if share.num_ranks == 1 or sizes.shares_nothing(share.num_ranks):
             return own.view(len(own), -1, sizes.key_dim)
         heads = share.of(sizes.num_heads)
         room = -(-num // sizes.num_heads) * len(heads)  # the last ranks may have fewer channels

@@ -46,6 +46,7 @@ from tandem.engine.executor.weights.decoder_weights import (
 )
 from tandem.engine.executor.weights.expand import embedded
 from tandem.models.config.experts import Experts
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
@@ -147,8 +148,11 @@ class TritonDecoder:
                     assert spec.linear is not None
                     assert layer.state is not None
                     num_own = 0 if place is None else self._config.num_qkv
+                    linear = spec.linear
+                    if isinstance(linear, GatedDelta):  # ranks share no others
+                        linear = linear.of_rank(self._ranks.share.num_ranks)
                     attended = of_state = state_layer(
-                        spec.linear,
+                        linear,
                         layer.state,
                         projected[:, num_own:],
                         step,
