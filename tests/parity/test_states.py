@@ -53,8 +53,9 @@ def _num_cached(answer: Answer) -> int:
             for name in WAYS
             if name not in ("aggregated", "nixl")
         ),
-        pytest.param(
-            "falcon_h1", ("aggregated", *WAYS[1:3]), id="falcon_h1", marks=pytest.mark.slow
+        *(
+            pytest.param(family, ("aggregated", *WAYS[1:3]), id=family, marks=pytest.mark.slow)
+            for family in ("falcon_h1", "kimi_linear")
         ),
     ],
 )
