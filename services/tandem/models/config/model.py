@@ -27,6 +27,7 @@ from tandem.models.config.gemma4 import (
     read_per_layer_inputs,
     with_gemma4_layers,
 )
+from tandem.models.config.kimi_linear import with_kimi_layers
 from tandem.models.config.latent import Latent, read_latent
 from tandem.models.config.layers import (
     Heads,
@@ -410,6 +411,8 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         filled["layer_types"] = kinds_of_pattern(pattern)
     if family.has_single_parts and isinstance(filled.get("layer_types"), list):
         filled["num_hidden_layers"] = len(filled["layer_types"])
+    if family.linear == "kimi_delta":
+        filled = with_kimi_layers(filled)
     if not has_experts(filled, family):
         filled["intermediate_size"] = filled["shared_intermediate_size"]
     if "block_auto_adjust_ff_dim" in family.defaults and flag(filled, "block_auto_adjust_ff_dim"):
