@@ -28,7 +28,9 @@ _PROMPTS = [
     torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (150, 157, 97, 30)
 ]
-_ONLY_TORCH = ("llama-small-heads", "gemma3n", "deepseek-v3.2", "glm5", "minimax-m3")
+_ONLY_TORCH = (
+    *("llama-small-heads", "gemma3n", "deepseek-v3.2", "glm5", "minimax-m3", "deepseek-v4"),
+)
 _USUAL = ("aggregated", "nixl")
 _CASES = [
     pytest.param(
@@ -39,11 +41,12 @@ _CASES = [
     )
     for family in FAMILIES
     for kernels in ("native", "torch")
-    # The native kernels need multiples of 16. They compute neither indexers nor copies of the
-    # residual stream.
+    # The native kernels need multiples of 16. They compute neither indexers nor compressors, and
+    # one residual stream.
     if kernels != "native" or not family.startswith(_ONLY_TORCH)
 ] + [
-    # A way of its own for a model with indexers, whose keys are a further part of its KV.
+    # A way of its own for models with indexers, whose keys are a further part of their KV, and with
+    # compressors, whose entries and inputs are further groups.
     pytest.param(
         family,
         "torch",
@@ -51,7 +54,7 @@ _CASES = [
         id=f"{family}-{name}",
         marks=[pytest.mark.slow] * ((family, name) != ("glm5", "nixl")),
     )
-    for family in ("glm5", "minimax-m3")
+    for family in ("glm5", "minimax-m3", "deepseek-v4")
     for name in ("nixl", "grpc", "preempted", "migrated")
 ]
 
