@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tandem.common.adapter import Adapter
 from tandem.models.config.model import ModelConfig
 from tandem.models.lora.adapter import open_lora
-from tandem.models.lora.targets import linear_shapes
+from tandem.models.lora.targets import checkpoint_name, linear_shapes
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -79,7 +79,8 @@ def write_adapter(
     random = torch.Generator().manual_seed(seed)
     ends = tuple(config["target_modules"] if modules is None else modules)
     made, stored = {}, {}
-    for name, (num_out, num_in) in linear_shapes(model).items():
+    for own_name, (num_out, num_in) in linear_shapes(model).items():
+        name = checkpoint_name(model, own_name)
         if not name.endswith(ends):
             continue
         rank = next((r for end, r in (ranks or {}).items() if name.endswith(end)), config["r"])
@@ -114,5 +115,6 @@ def merged(
     copied = copy.deepcopy(model)
     for name, (a, b) in made.items():
         scale = scale_of(a.shape[0], alpha, use_rslora=use_rslora)
-        copied.get_submodule(name).weight += scale * (b.float() @ a.float())
+        module = copied.get_submodule(name.replace("backbone.", "model."))
+        module.weight += scale * (b.float() @ a.float())
     return copied

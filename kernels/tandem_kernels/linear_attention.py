@@ -75,7 +75,8 @@ def delta_gates(
     """Returns the log decays -exp(a_log) softplus(a + dt_bias) and the weights beta = sigmoid(b) of
     Gated DeltaNet. `a` and `b` are [T, heads], `a_log` and `dt_bias` are [heads]; the results are
     fp32 [T, heads]."""
-    return -a_log.float().exp() * softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+    log_decay = _decay_rates(a_log) * softplus(a.float() + dt_bias.float())
+    return log_decay, b.float().contiguous().sigmoid()  # contiguous as in norm.py
 
 
 def gated_delta_rule(
@@ -193,9 +194,15 @@ def _mamba2_inputs(
         c.float().repeat_interleave(num_shared, 1),
         b.float().repeat_interleave(num_shared, 1),
         x.float() * step.unsqueeze(-1),
-        -a_log.float().exp() * step,
+        _decay_rates(a_log) * step,
         None,
     )
+
+
+def _decay_rates(a_log: torch.Tensor) -> torch.Tensor:
+    """Returns -exp(a_log), fp32. It is computed in fp64, because the bits of an fp32 exp depend on
+    the number of heads."""
+    return -a_log.double().exp().float()
 
 
 def _with_skip(y: torch.Tensor, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467)."""
+"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467).
+
+Gates are copied to contiguous memory, because the bits of silu depend on the place of an element in
+the part that torch computes at once. So the bits do not depend on the number of heads in a row, if
+the number of rows is a multiple of 16.
+"""
 
 import torch
 from torch.nn.functional import silu
@@ -24,7 +29,7 @@ def gated_rms_norm(
     """Returns rms_norm(x) * silu(gate), in the dtype of x. Gated DeltaNet ends with it, where the
     last dimension is one head."""
     normed = rms_norm(x, weight.to(x.dtype), eps)
-    return (normed * silu(gate.float())).to(x.dtype)
+    return (normed * silu(gate.float().contiguous())).to(x.dtype)
 
 
 def rms_norm_of_gated(
@@ -32,7 +37,7 @@ def rms_norm_of_gated(
 ) -> torch.Tensor:
     """Returns rms_norm(x * silu(gate)), in the dtype of x. Mamba 2 ends with it. The mean of
     squares is over groups of `group_size` consecutive elements."""
-    gated = x.float() * silu(gate.float())
+    gated = x.float() * silu(gate.float().contiguous())
     groups = gated.view(*gated.shape[:-1], -1, group_size)
     scale = groups.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (groups * scale).flatten(-2).to(x.dtype) * weight.to(x.dtype)

@@ -35,8 +35,11 @@ class StateLayout(Protocol):
 class StatePool:
     """The states of a state group. A slot has the states of one sequence in all layers."""
 
-    def __init__(self, memory: torch.Tensor, layout: StateLayout) -> None:
-        """`memory` is uint8 [slots, bytes of a slot]."""
+    def __init__(
+        self, memory: torch.Tensor, layout: StateLayout, heads: range | None = None
+    ) -> None:
+        """`memory` is uint8 [slots, bytes of a slot]. `heads` are the heads that this process
+        computes; None: all of them."""
         assert memory.dtype == torch.uint8
         assert memory.shape == (layout.num_blocks, layout.block_bytes)
         self.memory = memory
@@ -44,6 +47,8 @@ class StatePool:
         parts = memory.view(torch.float32).view(
             layout.num_blocks, layout.num_kv_heads, layout.num_layers, layout.layer_bytes // 4
         )
+        if heads is not None:
+            parts = parts[:, heads.start : heads.stop]
         num_matrix = layout.matrix_shape[0] * layout.matrix_shape[1]
         num_conv = layout.conv_shape[0] * layout.conv_shape[1]
         self._matrices = parts[..., :num_matrix].view(*parts.shape[:3], *layout.matrix_shape)

@@ -33,11 +33,15 @@ RANK_MODULE = "tandem.engine.executor.rank_program"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with 8 query heads and 4 KV heads. Its MLP is so large that workers load blocks from
-    tiers, which is always faster than to compute them."""
-    folder = tmp_path_factory.mktemp("model")
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    return str(make_random_speaker(folder, **heads, hidden_size=128, intermediate_size=8192).path)
+    """Its MLP is so large that workers load blocks from tiers, which is always faster than to
+    compute them."""
+    return make_model(tmp_path_factory.mktemp("model"), num_kv_heads=4, intermediate_size=8192)
+
+
+def make_model(folder: Path, *, num_kv_heads: int, intermediate_size: int) -> str:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": num_kv_heads}
+    sizes = {"hidden_size": 128, "intermediate_size": intermediate_size}
+    return str(make_random_speaker(folder, **heads, **sizes).path)
 
 
 PROMPTS = [random.Random(size).choices(range(100, 40_000), k=size) for size in (300, 170, 95, 33)]
@@ -287,6 +291,36 @@ async def test_tokens_do_not_depend_on_the_degree_if_each_rank_has_a_pool(
         check_pulled(cluster, transport)
         preempted = metric(cluster, "decode-0", "tandem_preemptions_total")
         assert (preempted > 0) == (num_tokens == PREEMPTED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), OWN_POOLS])
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport"), [(2, 4, "nixl"), (4, 1, "grpc"), (1, 2, "nixl")]
+)
+async def test_tokens_do_not_depend_on_the_degree_if_ranks_have_equal_kv_heads(
+    prefill: int,
+    decode: int,
+    transport: str,
+    num_kv_heads: int,
+    options: tuple[str, ...],
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+) -> None:
+    """With fewer KV heads than ranks, several ranks have the same head."""
+    model = make_model(tmp_path / "model", num_kv_heads=num_kv_heads, intermediate_size=256)
+    expected = alone(model, **({"kernels": "torch"} if options else {}))
+    degrees = {"prefill-0": prefill, "decode-0": decode}
+    options += ("--transport", transport, "--verify-blocks", "all")
+    options += ("--local-prefill-max-tokens", "0")
+    with workers(redis_server, tmp_path, model, degrees, *options) as cluster:
+        async with open_client(cluster) as client:
+            for _ in range(2):  # the second time with warm caches
+                found = await answers(client, num_tokens=PREEMPTED)
+                assert found == [tokens[:PREEMPTED] for tokens in expected]
+        await asyncio.to_thread(cluster.wait_idle)
+        check_pulled(cluster, transport)
 
 
 @pytest.mark.slow

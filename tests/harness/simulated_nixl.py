@@ -21,9 +21,10 @@ from tandem.transfer.reads.block_list import BlockList
 def part_of(blocks: BlockList, block_id: int) -> tuple[int, int]:
     """The address and size of a block's part in a list."""
     for pool in blocks.pools:
-        if 0 <= block_id < pool.num_blocks:
-            return blocks.address + pool.offset + block_id * pool.stride, pool.num_bytes
-        block_id -= pool.num_blocks
+        for offset, stride, number in pool.runs():
+            if 0 <= block_id < number:
+                return blocks.address + offset + block_id * stride, pool.num_bytes
+            block_id -= number
     raise ValueError("the list has no such block")
 
 

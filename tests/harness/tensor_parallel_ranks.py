@@ -26,24 +26,24 @@ def whole_model(seed: int, layout: KvLayout) -> list[Bytes]:
 
 def rank_pools(whole: list[Bytes], num_ranks: int) -> list[Bytes]:
     """The flat content of each rank's memory, computed in the simplest way."""
-    num_heads = whole[0].shape[1]
-    parts = min(num_ranks, num_heads)
-    shares = [np.split(group, parts, axis=1) for group in whole]
+    shares = [np.split(group, min(num_ranks, group.shape[1]), axis=1) for group in whole]
     return [
-        np.concatenate([group[rank * parts // num_ranks].reshape(-1) for group in shares])
+        np.concatenate([parts[rank * len(parts) // num_ranks].reshape(-1) for parts in shares])
         for rank in range(num_ranks)
     ]
 
 
 def moved(whole: list[Bytes], layout: KvLayout, pairs: Mapping[int, int]) -> list[Bytes]:
     """Pools of `layout` with zeros, into which blocks of pools with the contents `whole` were read.
-    `pairs` has the local block by the producer's block, with their ids among all pools."""
+    `pairs` has the local block by the producer's block, with their ids among all pools. It has all
+    pieces of a slot."""
     pools = [
         np.zeros((size, *group.shape[1:]), np.uint8)
         for size, group in zip(layout.sizes, whole, strict=True)
     ]
     for producer_id, local_id in pairs.items():
-        group, block = layout.locate(local_id)
-        first = sum(len(pool) for pool in whole[:group])
-        pools[group][block] = whole[group][producer_id - first]
+        number, block = layout.locate(local_id)
+        nums = [group.num_pieces for group in layout.groups]
+        first = sum(len(pool) * num for pool, num in zip(whole[:number], nums, strict=False))
+        pools[number][block] = whole[number][(producer_id - first) // nums[number]]
     return pools

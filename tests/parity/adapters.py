@@ -8,13 +8,16 @@ cached. One adapter is loaded at startup, the other while the clusters run.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import torch
 from transformers import PreTrainedModel
 
+from tandem.models.config.model import ModelConfig
 from tandem.models.source import read_folder
 from tests.harness.client import open_client
 from tests.lora_adapters import ALL, merged, write_adapter
@@ -74,11 +77,20 @@ def options(folder: Path) -> tuple[str, ...]:
 
 
 def check(ways: Mapping[str, Way], folder: Path, models: Mapping[str, PreTrainedModel]) -> None:
-    """Checks all ways, and then that an adapter's files can be replaced."""
+    """Checks all ways, and then that an adapter's files can be replaced. `folder` stays as it is,
+    for the next check."""
+    with TemporaryDirectory() as own:
+        late = Path(shutil.copytree(folder / "late", Path(own) / "late"))
+        _check_ways(ways, folder, late, models)
+
+
+def _check_ways(
+    ways: Mapping[str, Way], folder: Path, late: Path, models: Mapping[str, PreTrainedModel]
+) -> None:
     sent = [(name, prompt) for prompt in _PROMPTS for name in _NAMES]
     bodies = [_make_request(*one) for one in sent]
     for way in ways.values():
-        reply = asyncio.run(_load(way, folder / "late"))
+        reply = asyncio.run(_load(way, late))
         assert reply.status_code == 200, reply.text
     with all_disturbed(ways):
         first, again = (asyncio.run(send_all_ways(ways, bodies)) for _ in range(2))
@@ -89,16 +101,16 @@ def check(ways: Mapping[str, Way], folder: Path, models: Mapping[str, PreTrained
         for answers in (first[name], again[name]):
             assert list(map(_token_ids, answers)) == expected, name
             assert [answer["model"] for answer in answers[:3]] == list(_NAMES)
-    asyncio.run(_reload(ways["nixl"], folder, models[BASE]))
+    config = read_folder(folder / BASE).config
+    asyncio.run(_reload(ways["nixl"], config, late, models[BASE]))
 
 
-async def _reload(way: Way, folder: Path, base: PreTrainedModel) -> None:
+async def _reload(way: Way, config: ModelConfig, late: Path, base: PreTrainedModel) -> None:
     """Replaces the files under one name: no block of the old ones may be found, locally or by a
     transfer."""
-    config = read_folder(folder / BASE).config
-    made = write_adapter(folder / "late", config, seed=9, target_modules=["q_proj", "v_proj"])
-    assert (await _load(way, folder / "late")).status_code == 400
-    reply = await _load(way, folder / "late", load_inplace=True)
+    made = write_adapter(late, config, seed=9, target_modules=["q_proj", "v_proj"])
+    assert (await _load(way, late)).status_code == 400
+    reply = await _load(way, late, load_inplace=True)
     assert reply.status_code == 200, reply.text
     changed = merged(base, made)
     async with open_client(way.cluster) as client:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from tests.parity.ways import Answer, ParityRequest, Way
 
@@ -65,7 +64,18 @@ def _differs(sent: ParityRequest, one: Way, other: Way) -> bool:
     return bool(difference(found, expected))
 
 
-def assert_as_transformers(model: PreTrainedModel, sent: ParityRequest, answer: Answer) -> None:
+class Reference(Protocol):
+    """A model of transformers, or what stands for one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __call__(
+        self, inputs: torch.Tensor, /, *, attention_mask: torch.Tensor | None = None
+    ) -> Any: ...
+
+
+def assert_as_transformers(model: Reference, sent: ParityRequest, answer: Answer) -> None:
     """Checks that each log probability of the answer equals transformers', given the same
     tokens."""
     path, body = sent

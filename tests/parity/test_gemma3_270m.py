@@ -96,9 +96,12 @@ def expected(reference: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def of_tandem(folder: ModelFolder, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
-    engine, _ = make_model_engine(folder, num_blocks=64, **settings)
+    engine, runner = make_model_engine(folder, num_blocks=64, **settings)
     specs = [make_spec(f"{n}", p, max_tokens=NUM_TOKENS) for n, p in enumerate(prompts)]
-    made = drive_all(engine, *specs).token_ids
+    try:
+        made = drive_all(engine, *specs).token_ids
+    finally:
+        runner.close()
     return [made[spec.sequence_id] for spec in specs]
 
 
@@ -117,11 +120,18 @@ def assert_equal_or_near_ties(
         assert margin < NEAR_TIE_MAX
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_in_fp32_all_tokens_are_those_of_transformers(
-    folder: ModelFolder, prompts: list[list[int]], expected: list[list[int]], kernels: str
+    folder: ModelFolder,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    kernels: str,
+    num_ranks: int,
 ) -> None:
-    assert of_tandem(folder, prompts, dtype="float32", kernels=kernels) == expected
+    """The model has 4 query heads and 1 KV head, which all ranks have."""
+    settings = {"dtype": "float32", "kernels": kernels, "tensor_parallel": num_ranks}
+    assert of_tandem(folder, prompts, **settings) == expected
 
 
 def test_weights_as_they_lie_differ_at_near_ties_only(

@@ -7,6 +7,7 @@ second time, a request resumes after a frozen state, which its worker has or pul
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -44,22 +45,54 @@ def _num_cached(answer: Answer) -> int:
     return cached
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of prefill and of decode workers, and further options."""
+
+    degrees: tuple[int, int] = (1, 1)
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kind = "own-pools" if self.options else "native"
+        return f"P{self.degrees[0]}-D{self.degrees[1]}-{kind}"
+
+
+_ALONE = Ranks()
+_OWN_POOLS = ("--kernels", "torch", "--ranks-own-pools", "--numerics", "invariant")
+
+
 @pytest.mark.parametrize(
-    ("family", "names"),
+    ("family", "names", "ranks"),
     [
-        pytest.param("qwen3_next", ("aggregated", "nixl"), id="nixl"),
+        pytest.param("qwen3_next", ("aggregated", "nixl"), _ALONE, id="nixl"),
         *(
-            pytest.param("qwen3_next", ("aggregated", name), id=name, marks=pytest.mark.slow)
+            pytest.param(
+                "qwen3_next", ("aggregated", name), _ALONE, id=name, marks=pytest.mark.slow
+            )
             for name in WAYS
             if name not in ("aggregated", "nixl")
         ),
         pytest.param(
-            "falcon_h1", ("aggregated", *WAYS[1:3]), id="falcon_h1", marks=pytest.mark.slow
+            "falcon_h1", ("aggregated", *WAYS[1:3]), _ALONE, id="falcon_h1", marks=pytest.mark.slow
+        ),
+        *(
+            pytest.param("qwen3_next", names, ranks, id=str(ranks), marks=pytest.mark.slow)
+            for names, ranks in (
+                (WAYS, Ranks((2, 1))),
+                (WAYS, Ranks((1, 2))),
+                (WAYS[:3], Ranks((2, 1), _OWN_POOLS)),
+                (WAYS[:3], Ranks((1, 2), _OWN_POOLS)),
+                (WAYS, Ranks((2, 4), _OWN_POOLS)),
+            )
         ),
     ],
 )
 def test_each_way(
-    family: str, names: tuple[str, ...], redis_server: EmbeddedRedis, tmp_path: Path
+    family: str,
+    names: tuple[str, ...],
+    ranks: Ranks,
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "model").mkdir()
     model = make_random_model(tmp_path / "model", family)
@@ -68,8 +101,10 @@ def test_each_way(
         redis_server,
         tmp_path,
         str(tmp_path / "model"),
+        *ranks.options,
         small_pool=_SMALL_POOL,
         names=names,
+        ranks=ranks.degrees,
     ) as ways:
         with all_disturbed(ways):
             first = asyncio.run(send_all_ways(ways, sent))

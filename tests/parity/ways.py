@@ -1,9 +1,11 @@
-"""Five ways in which a decode worker obtains a request's KV, on real clusters.
+"""Ways in which a decode worker obtains a request's KV, on real clusters.
 
 aggregated   one worker computes everything
 nixl, grpc   a prefill worker computes the prompt, and the blocks are pulled (cuda_ipc: on GPUs)
 preempted    the pool is too small for the concurrent requests
 migrated     the decode worker leaves the pool while its requests run, and another one joins
+ranks        two ranks compute the prompt, and two ranks decode
+disk         a worker that starts again loads the KV that it wrote to its disk before
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from typing import Any
 import httpx
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tandem.common.config.engine import EngineOptions
+from tandem.errors import ConfigError
+from tandem.models.config.model import ModelConfig
+from tandem.models.limits import check_settings
 from tests.harness.client import metric, migrations, open_client
 from tests.harness.cluster import LocalCluster, wait_for
 from tests.harness.slow_engine import HOLD_VARIABLE
@@ -28,6 +34,11 @@ Answer = dict[str, Any]
 ParityRequest = tuple[str, dict[str, Any]]  # path and body
 
 WAYS = ("aggregated", "nixl", "grpc", "preempted", "migrated")
+# The settings of workers in further ways, which some models do not support.
+FURTHER_WAYS = {
+    "ranks": EngineOptions(tensor_parallel=2),
+    "disk": EngineOptions(kv_disk_path="kv", kv_tier_policy="lru"),
+}
 AT_ONCE = 8
 _SMALL_POOL = 20  # blocks: enough for any one sequence, not for the concurrent ones
 _SLOW = "tests.harness.slow_engine"
@@ -57,8 +68,9 @@ class Way:
         """Counts how often the way's event occurred, such as a preemption."""
         if self.name == "preempted":
             return metric(self.cluster, "decode-0", "tandem_preemptions_total")
+        transport = "nixl" if self.name == "ranks" else self.name
         return metric(
-            self.cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=self.name
+            self.cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport
         )
 
 
@@ -108,6 +120,29 @@ class Migrated(Way):
         return migrations(self.cluster, "drain")
 
 
+class Restarted(Way):
+    """A worker whose KV is on its disk, and which starts again between requests."""
+
+    def restart(self) -> None:
+        """Starts the worker again, without the blocks of its pool."""
+        self.cluster.workers["decode-0"].stop()
+        self.cluster.start_worker("decode-0", "decode")
+        self.cluster.wait_ready()
+
+    def disturbances(self) -> float:
+        """Counts the blocks on the disk."""
+        return metric(self.cluster, "decode-0", "tandem_kv_tier_blocks_written_total", tier="disk")
+
+
+def why_refused(name: str, model: ModelConfig) -> str:
+    """Returns why the model cannot be served in a way, in the words of the product, or ""."""
+    try:
+        check_settings(FURTHER_WAYS.get(name, EngineOptions()), model)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 async def send_all_ways(
     ways: Mapping[str, Way], sent: Sequence[ParityRequest], *, in_turn: bool = False
 ) -> dict[str, list[Answer]]:
@@ -140,6 +175,10 @@ def start_ways(
     """Starts the clusters of these ways concurrently, with `more` options for their workers, and
     stops them at the end. `small_pool` is a number of blocks that causes preemptions. `ranks` are
     the ranks of prefill and of decode workers, except for the way `aggregated`."""
+    disk = (
+        *("--kv-disk-path", str(folder / "kv"), "--kv-tier-policy", "lru"),
+        *("--kv-disk-size", str(64 << 20)),  # a worker that starts looks at each place on the disk
+    )
     remote = ("--prefill-at", "remote", "--local-prefill-max-tokens", "0")
     wanted: dict[str, tuple[type[Way], tuple[int, int], tuple[str, ...]]] = {
         "aggregated": (Way, (0, 1), ()),
@@ -148,6 +187,8 @@ def start_ways(
         "grpc": (Way, (1, 1), (*remote, "--transport", "grpc")),
         "preempted": (Way, (0, 1), ("--num-blocks", str(small_pool))),
         "migrated": (Migrated, (1, 1), (*remote, "--transport", "nixl")),
+        "ranks": (Way, (1, 1), (*remote, "--transport", "nixl")),
+        "disk": (Restarted, (0, 1), disk),
     }
     ways = {}
     with ThreadPoolExecutor() as closing, ExitStack() as stack:
@@ -156,11 +197,13 @@ def start_ways(
             (folder / name).mkdir()
             cluster = LocalCluster(redis, folder / name, model)
             cluster.options = (*cluster.options, *options, *more)
+            # On a busy machine, requests would be refused as too late.
+            cluster.router_options = (*cluster.router_options, "--ttft-limit", "0")
             stack.callback(closing.submit, cluster.close)
             cluster.start_router()
             roles = (("prefill", prefill, ranks[0]), ("decode", decode, ranks[1]))
             for role, count, num_ranks in roles:
-                degree = 1 if name == "aggregated" else num_ranks
+                degree = {"aggregated": 1, "disk": 1, "ranks": 2}.get(name, num_ranks)
                 for number in range(count):
                     is_slow = kind is Migrated
                     cluster.start_worker(

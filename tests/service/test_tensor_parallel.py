@@ -9,9 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tandem.engine.cache.layout import state_layout
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
+from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.errors import TandemError
+from tandem.models.config.linear_attention import Mamba2
 from tandem.transfer.nixl.agent import NixlAgent, load_nixl
 from tandem.transfer.nixl.producer import readable_agent
 from tandem.transfer.nixl.ucx_mode import UcxMode
@@ -28,16 +31,30 @@ except TandemError as error:
 
 DEADLINE_S = 20.0
 # Blocks of both KV groups: ids from 32 on are in the second pool of the producer, and from 12 on
-# in that of the consumer.
-PAIRS = {7: 2, 8: 3, 9: 4, 3: 9, 31: 0, 32: 15, 40: 12}
+# in that of the consumer. From 42 and from 17 on they are pieces of states, of the slots 1 and 2.
+NUM_PIECES = 3
+PAIRS = {7: 2, 8: 3, 9: 4, 3: 9, 31: 0, 32: 15, 40: 12} | {
+    42 + NUM_PIECES + piece: 17 + 2 * NUM_PIECES + piece for piece in range(NUM_PIECES)
+}
+STATES = Mamba2(24, 3, key_dim=7, value_dim=16, kernel=4, has_conv_bias=True, has_biases=False)
 
 
 def layout_of(heads: int, *sizes: int) -> KvLayout:
+    states = StateLayout.of(STATES, num_slots=3, num_layers=3, block_size=16)
+    assert states.num_pieces == NUM_PIECES
     groups = (
         KvGroup((0, 1, 2), None, BlockLayout(sizes[0], heads, 3, 16, 64, "bfloat16")),
         KvGroup((3,), 64, BlockLayout(sizes[1], heads, 1, 16, 64, "bfloat16")),
+        KvGroup((4, 5, 6), 17, states),
     )
     return KvLayout(groups)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_pieces() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_layout, "PIECE_BYTES_MAX", 20_000)
+        yield
 
 
 def pool_of(memory: Bytes, layout: KvLayout, rank: int, num_ranks: int) -> LocalPool:
@@ -61,7 +78,9 @@ def rank_counts(heads: int) -> list[int]:
     params=[(heads, count) for heads in (8, 6, 4, 3, 1) for count in rank_counts(heads)],
     ids=lambda param: f"{param[0]} heads, {param[1]} producer ranks",
 )
-def producer(request: pytest.FixtureRequest) -> Iterator[tuple[list[PeerRank], list[Bytes]]]:
+def producer(
+    _small_pieces: None, request: pytest.FixtureRequest
+) -> Iterator[tuple[list[PeerRank], list[Bytes]]]:
     heads, num_ranks = request.param
     layout = layout_of(heads, 32, 10)
     whole = whole_model(heads, layout)

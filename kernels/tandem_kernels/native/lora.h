@@ -23,9 +23,12 @@ struct StepLora {
 // Returns the size of a thread's buffer in floats. The buffer has room for the inputs of a tile,
 // for the products of the inputs and A, and for the inputs of one B.
 inline size_t lora_floats(const Model& model, const Step& step) {
-    int in = std::max({model.hidden, model.inner, model.layers[0].attention_out.in});
-    if (const Latent* const latent = model.layers[0].latent)
-        in = std::max({in, latent->q_out.in, latent->plain});
+    int in = std::max(model.hidden, model.inner);
+    for (int index = 0; index < model.num_layers; ++index) {
+        const Layer& layer = model.layers[index];
+        in = std::max(in, layer.attention_out.in);
+        if (layer.latent != nullptr) in = std::max({in, layer.latent->q_out.in, layer.latent->plain});
+    }
     return static_cast<size_t>(kTileRows) * (whole_steps(in) + 2 * step.lora_rank);
 }
 

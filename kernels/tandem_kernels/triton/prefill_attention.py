@@ -108,6 +108,8 @@ def prefill_attention(
 def _fits(config: triton.Config, arguments: Mapping[str, Any], arch: int) -> bool:
     """Returns whether the accumulators and scores of a tile fit into registers."""
     rows, keys = config.kwargs["ROWS"], config.kwargs["KEYS"]
+    if config is _LARGE_HEADS and arguments["BLOCK_D"] <= 128:
+        return False
     tiles = rows * (arguments["BLOCK_D"] + keys)
     return bool(tiles <= _tiles_per_warp_max(arch) * config.num_warps)
 
@@ -119,6 +121,11 @@ def _tiles_per_warp_max(arch: int) -> int:
     if 100 <= arch < 120:
         return 5120
     return 4608 if arch == 90 else 3072
+
+
+# The only tile of 64 rows that fits into the shared memory of sm_120 with heads of 256. With smaller
+# heads, other tiles are as good.
+_LARGE_HEADS = triton.Config({"ROWS": 64, "KEYS": 32}, num_warps=8, num_stages=3)
 
 
 @tuned(
@@ -136,7 +143,8 @@ def _tiles_per_warp_max(arch: int) -> int:
             (128, 64, 8, 5),
             (128, 128, 8, 2),
         )
-    ],
+    ]
+    + [_LARGE_HEADS],
     key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "HAS_SINKS", "size_class"],
     fits=_fits,
 )

@@ -105,8 +105,7 @@ def worker_need(
         kernels = "torch"
     kernels = kernels or config.kernels
     if keeps_quantized(config, model, kernels):
-        stored_bytes = sum(file.stat().st_size for file in model.weight_files)
-        weights_bytes = int(stored_bytes * _growth_max(model, kernels))
+        weights_bytes = _quantized_bytes(model, kernels, dtype)
         if not model.is_gguf and DTYPE_BYTES[dtype] > DTYPE_BYTES[shape.torch_dtype]:
             # The embedding and the output matrix are rarely quantized. They are counted in the
             # compute dtype, to which they are converted.
@@ -162,12 +161,26 @@ def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> 
     return model.config.is_fp8 or (config.dtype == "auto" and config.numerics == "fast")
 
 
-def _growth_max(model: ModelFolder, kernels: str) -> float:
-    """Returns the largest ratio of the memory of quantized weights to the size of their files."""
-    scheme = model.config.quantization
-    if kernels in ("torch", "triton"):
-        return 1.04  # The most is for fp8: 128 inputs in a row share a scale of 4 bytes.
-    return 1.0 if scheme is None else scheme.growth_max
+def _quantized_bytes(model: ModelFolder, kernels: str, dtype: str) -> int:
+    """Returns the memory of weights that stay quantized."""
+    is_native = kernels not in ("torch", "triton")
+    # 1.04 is for fp8, if 128 inputs of a row share a scale of 4 bytes.
+    growth = 1.0 if is_native else 1.04
+    if model.is_gguf:
+        # gguf is imported here because it takes long, and most models do not need it.
+        from tandem.models.gguf.loaded_bytes import loaded_bytes
+
+        stored_bytes = loaded_bytes(
+            model.weight_files,
+            is_native=is_native,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            has_latents=model.config.latent is not None,
+        )
+    else:
+        stored_bytes = sum(file.stat().st_size for file in model.weight_files)
+        if is_native and model.config.quantization is not None:
+            growth = model.config.quantization.growth_max
+    return int(stored_bytes * growth)
 
 
 def why_too_much(need: Need, num_workers: int, memory: Memory) -> str:

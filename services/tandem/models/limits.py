@@ -41,10 +41,6 @@ def _why_not_with_states(options: EngineOptions) -> str:
     supports all of them."""
     if options.has_tiers:
         return f"KV tiers ({', '.join(options.tiers)}) cannot store the states of layers"
-    if options.tensor_parallel > 1:
-        return (
-            f"tensor-parallel is {options.tensor_parallel}, but several ranks cannot share states"
-        )
     return ""
 
 
@@ -78,13 +74,6 @@ def _why_not_transformers(options: EngineOptions) -> str:
 def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
     """Returns the reason why this number of ranks cannot share the heads of the model; "" if they
     can. A rank has whole query heads, and whole KV heads or a copy of one."""
-    if num_ranks > 1 and (model.has_attention_gates or model.has_head_gates):
-        return f"tensor-parallel is {num_ranks}; it must be 1, because attention has gates"
-    if num_ranks > 1 and not all(each.has_attention and each.has_mlp for each in model.layers):
-        return (
-            f"tensor-parallel is {num_ranks}; it must be 1, because some layers lack attention or "
-            "an MLP"
-        )
     is_only_torch = (
         model.index_keys is not None or model.alt_up is not None or model.shared_kv is not None
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.engine.engine import Engine
 from tandem.engine.types import Mode
-from tests.engine_driver import Outcome, make_spec
+from tests.engine_driver import Outcome, drive_all, make_spec
 from tests.grouped_toy import STATE, GroupedToyRunner, continuation, make_grouped_engine
 
 WINDOWS = (None, STATE)
@@ -93,14 +93,14 @@ def run(seed: int, num_steps: int, num_slots: int, max_num_seqs: int) -> tuple[i
 
 
 @settings(max_examples=6, deadline=None)
-@given(seed=st.integers(0, 1 << 32), num_slots=st.integers(3, 12), max_num_seqs=st.integers(1, 6))
+@given(seed=st.integers(0, 1 << 32), num_slots=st.integers(5, 12), max_num_seqs=st.integers(1, 6))
 def test_any_requests(seed: int, num_slots: int, max_num_seqs: int) -> None:
     run(seed, 120, num_slots, max_num_seqs)
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 1 << 32), num_slots=st.integers(3, 12), max_num_seqs=st.integers(1, 6))
+@given(seed=st.integers(0, 1 << 32), num_slots=st.integers(5, 12), max_num_seqs=st.integers(1, 6))
 def test_any_requests_for_long(seed: int, num_slots: int, max_num_seqs: int) -> None:
     run(seed, 400, num_slots, max_num_seqs)
 
@@ -108,3 +108,45 @@ def test_any_requests_for_long(seed: int, num_slots: int, max_num_seqs: int) -> 
 def test_sequences_are_preempted_and_states_evicted_and_reused() -> None:
     """The runs above have all of these."""
     assert min(map(sum, zip(run(1, 200, 6, 6), run(4, 200, 8, 8), strict=True))) > 0
+
+
+@pytest.mark.parametrize("has_forks", [True, False])
+def test_sequences_that_await_states_leave_slots_for_the_prompts_of_peers(has_forks: bool) -> None:
+    """Two workers with few slots prefill for each other at the same time. Each prompt resumes after
+    a frozen state, so it needs as many slots as a prompt can need."""
+    num_slots = 5
+    kv_bytes = 2 * num_slots * SLOT_BYTES
+    engines = [
+        make_grouped_engine(WINDOWS, num_blocks=None, kv_bytes_max=kv_bytes, max_num_seqs=8)[0]
+        for _ in range(2)
+    ]
+    prompt = list(range(21))
+    for engine in engines:
+        assert engine.layout.sizes[1] == num_slots
+        drive_all(engine, make_spec("before", prompt[:12], max_tokens=1))
+        for number in range(4):
+            awaiting = make_spec(
+                f"{number}",
+                [number, *prompt],
+                mode=Mode.WAITING_FOR_REMOTE_KV,
+                has_forks=has_forks,
+            )
+            engine.add(awaiting)
+        assert len(engine.step().reserved) == (1 if has_forks else 2)
+    for engine in engines:
+        leased = make_spec("leased", prompt, mode=Mode.PREFILL_ONLY, has_forks=has_forks)
+        outcome = drive_all(engine, leased)
+        prefilled = [one for report in outcome.reports for one in report.prefilled]
+        assert [each.num_cached_tokens for each in prefilled] == [12]
+        check_states(engine, kv_bytes)
+        # The next sequences are admitted when the first ones end.
+        engine.remove("leased")
+        engine.remove("0")
+        engine.remove("1")
+        expected = ["2"] if has_forks else ["2", "3"]
+        assert [each.sequence_id for each in engine.step().reserved] == expected
+
+
+def test_the_smallest_pool_has_slots_for_two_workers_that_prefill_for_each_other() -> None:
+    engine, _ = make_grouped_engine(WINDOWS, num_blocks=None, kv_bytes_max=6 * SLOT_BYTES)
+    assert engine.layout.sizes[1] == 5

@@ -13,7 +13,14 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.transfer.reads import block_reader as consumer
 from tandem.transfer.reads import piece_size
 from tandem.transfer.reads.block_reader import BlockReader
-from tandem.transfer.reads.messages import LocalPool, PeerRank, Pull, PullResult, RemotePool
+from tandem.transfer.reads.messages import (
+    LocalPool,
+    PeerRank,
+    Pull,
+    PullResult,
+    RemotePool,
+    SomeHeads,
+)
 from tests.grouped_toy import STATE, GroupedToyRunner
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
 
@@ -74,8 +81,18 @@ def test_all_heads_are_all_bytes_of_each_group() -> None:
     pool = RemotePool(0, 6, 0, 0, "DRAM", pools=((4, 96), (2, 100)))
     whole = [(part.offset, part.stride, part.num_bytes) for part in pool.blocks().pools]
     assert whole == [(0, 96, 96), (4 * 96, 100, 100)]
-    assert pool.blocks(range(3), 3) == pool.blocks()
-    assert pool.blocks(range(1, 2), 3).pools[0][:1] == (32,)
+    assert pool.blocks([SomeHeads(0, 3, 3)] * 2) == pool.blocks()
+    assert pool.blocks([SomeHeads(1, 2, 3)] * 2).pools[0].offset == 32
+
+
+def test_pieces_of_some_heads_of_a_slot_follow_each_other() -> None:
+    """Two slots of 4 heads of 60 bytes, which are read in 3 pieces each."""
+    pool = RemotePool(0, 10, 0, 0, "DRAM", pools=((4, 96), (6, 80)))
+    blocks = pool.blocks([SomeHeads(0, 4, 4), SomeHeads(1, 3, 4, num_pieces=3)])
+    assert blocks.pools[1] == (4 * 96 + 60, 6, 240, 40, 3)
+    assert blocks.pools[1].runs() == [(4 * 96 + 60, 40, 3), (4 * 96 + 300, 40, 3)]
+    whole = pool.blocks([SomeHeads(0, 4, 4), SomeHeads(0, 4, 4, num_pieces=3)])
+    assert whole.pools[1].runs() == pool.blocks().pools[1].runs() == [(4 * 96, 80, 6)]
 
 
 @pytest.fixture

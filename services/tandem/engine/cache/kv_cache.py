@@ -61,6 +61,8 @@ class KvCache:
         self.has_windows = layout.has_windows
         self._state_groups = layout.state_groups
         self.has_states = bool(self._state_groups)
+        # Number of slots for the states of sequences, if the model has states.
+        self.num_slots = min((layout.sizes[number] for number in self._state_groups), default=0)
         # (group, slot) of each quarantined slot -> the ids of the pieces that a pull may still
         # write. The slot is free when the pull can write none of them.
         self._unsafe_pieces: dict[tuple[int, int], set[int]] = {}

@@ -16,7 +16,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.card_dtypes import describe, is_old
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import GatedDelta, LinearAttention
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import why_unusable
@@ -36,12 +36,28 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     if model.implementation == "transformers":
         return "torch"
     chosen = _choose(config, device, model)
-    if chosen == "torch" and config.tensor_parallel > 1 and (why := why_irregular(model)):
+    num_ranks = config.tensor_parallel
+    if chosen == "torch" and num_ranks > 1 and (why := why_irregular(model)):
         raise ConfigError(
-            f"tensor-parallel is {config.tensor_parallel}; with the torch kernels it must be 1 for "
-            f"this model: {why}"
+            f"tensor-parallel is {num_ranks}; with the torch kernels it must be 1 for this model: "
+            f"{why}"
         )
+    if chosen == "torch" and (why := _why_not_share_states(model, num_ranks)):
+        raise ConfigError(f"tensor-parallel is {num_ranks}, but {why}")
     return chosen
+
+
+def _why_not_share_states(model: ModelConfig, num_ranks: int) -> str:
+    """Returns why ranks of torch kernels, which have whole heads of states each, cannot share the
+    states of a model; "" if they can. Native kernels need no whole heads."""
+    for layer in model.layers:
+        if layer.linear is not None and (num := layer.linear.num_heads) % num_ranks:
+            possible = ", ".join(str(each) for each in range(1, num + 1) if num % each == 0)
+            return (
+                f"the {num} heads of the model's states cannot be divided among {num_ranks} ranks "
+                f"of torch kernels; possible are {possible}"
+            )
+    return ""
 
 
 def _choose(config: EngineConfig, device: torch.device, model: ModelConfig) -> Choice:
@@ -85,7 +101,19 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
             f"only the native and torch kernels read {config.kv_dtype} KV; "
             "triton reads float32, bfloat16, int8 and fp8_e4m3"
         )
+    num_ranks = config.tensor_parallel
+    if num_ranks > 1 and not all(_can_divide(layer.linear, num_ranks) for layer in model.layers):
+        return (
+            f"{num_ranks} ranks of Triton kernels need layers with states that are Gated DeltaNet "
+            "and can be divided into whole heads of keys"
+        )
+    if config.lora and (model.has_states or model.has_attention_gates or model.has_head_gates):
+        return "the Triton kernels do not support adapters of models with states"
     return why_not_triton_model(model) or why_not_triton(device, config.numerics)
+
+
+def _can_divide(linear: LinearAttention | None, num_ranks: int) -> bool:
+    return linear is None or (isinstance(linear, GatedDelta) and linear.shares_nothing(num_ranks))
 
 
 def why_not_triton_model(model: ModelConfig) -> str:

@@ -507,7 +507,8 @@ class ModelRunner:
     def _make_pool(self, memory: torch.Tensor, group: KvGroup) -> Pool:
         """Returns the pool of a KV group in `memory`, uint8 [num_blocks, bytes of a block]."""
         if isinstance(group.layout, StateLayout):
-            return StatePool(memory, group.layout)
+            heads = None if self._has_own_pool else self._share.of(group.layout.num_kv_heads)
+            return StatePool(memory, group.layout, heads)
         if isinstance(group.layout, RowLayout):
             return RowPool(memory, group.layout)
         return make_pool(

@@ -44,6 +44,7 @@ from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots, AdapterSlotState
 from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.cache.layout.kv_groups import SLOTS_OF_SEQUENCE
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
 from tandem.engine.scheduler.deadlines import Deadlines
 from tandem.engine.scheduler.early_reuse import EarlyReuse, find_parent
@@ -353,7 +354,7 @@ class Scheduler:
 
     def _next_waiting(self) -> Sequence | None:
         """Returns the oldest waiting sequence that can start: its grammar and adapter are ready,
-        and it need not wait for blocks of other sequences.
+        it need not wait for blocks of other sequences, and it leaves slots to peers.
 
         If a sequence gets no slot for its adapter, all younger sequences with adapters are skipped
         too. Otherwise the younger ones might keep all slots in use for ever.
@@ -361,6 +362,8 @@ class Scheduler:
         is_full = False
         for sequence in self.waiting:
             if sequence.awaits_grammar or self._awaits_blocks(sequence):
+                continue
+            if not self._leaves_slots(sequence):
                 continue
             if (adapter := sequence.spec.adapter) is None:
                 return sequence
@@ -410,6 +413,16 @@ class Scheduler:
             ):
                 return start
         return None
+
+    def _leaves_slots(self, sequence: Sequence) -> bool:
+        """Returns whether the slots of states suffice for a prompt that a peer may want from this
+        worker, if this sequence starts, too. Sequences that await states from a peer must leave so
+        many, because two workers may prefill for each other. Other sequences end by themselves."""
+        if not self._kv.has_states or sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
+            return True
+        awaiting = [s for s in self.awaiting if s.mode is Mode.WAITING_FOR_REMOTE_KV]
+        num_held = sum(1 + s.spec.has_forks for s in (*awaiting, sequence))
+        return num_held + SLOTS_OF_SEQUENCE <= self._kv.num_slots
 
     def _has_slot(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Returns whether a sequence can be admitted in addition to those that are admitted

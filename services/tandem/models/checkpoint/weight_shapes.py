@@ -181,7 +181,7 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
     for i, spec in enumerate(config.layers):
         layer: Shapes = {f"{name}.weight": (hidden,) for name in norm_names(config, spec).values()}
         if spec.linear is not None:
-            layer |= _state_shapes(spec.linear, hidden, f"model.layers.{i}.linear_attn", stored)
+            layer |= state_shapes(spec.linear, hidden, f"model.layers.{i}.linear_attn", stored)
         if spec.has_attention:
             layer |= _attention_shapes(config, spec, f"model.layers.{i}", stored)
         if spec.experts:
@@ -229,9 +229,7 @@ def norm_names(config: ModelConfig, spec: LayerSpec) -> dict[str, str]:
     return NORMS["after" if spec.has_attention else "before"]
 
 
-def _state_shapes(
-    sizes: LinearAttention, hidden: int, name: str, stored: Collection[str]
-) -> Shapes:
+def state_shapes(sizes: LinearAttention, hidden: int, name: str, stored: Collection[str]) -> Shapes:
     """Returns the shapes of a layer's linear attention `name`: the tables in this module's
     docstring."""
     if isinstance(sizes, GatedDelta):

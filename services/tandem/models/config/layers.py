@@ -221,6 +221,17 @@ def kinds_of_pattern(pattern: object) -> list[str]:
     return [_LETTERS[letter] for letter in pattern]
 
 
+def check_kinds(config: Mapping[str, Any], other_name: str) -> None:
+    """Raises UnsupportedModel if `layer_types` of a config.json and the key `other_name` contradict
+    each other, because transformers takes the one that comes last."""
+    kinds = [config[name] for name in ("layer_types", other_name) if config.get(name) is not None]
+    present = [_present_names(each) if isinstance(each, list) else each for each in kinds]
+    if present and present[0] != present[-1]:
+        raise UnsupportedModel(
+            f"layer_types and {other_name} differ; make them equal, or remove the wrong one"
+        )
+
+
 def _present_names(kinds: Sequence[Any]) -> list[Any]:
     return [_OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
 

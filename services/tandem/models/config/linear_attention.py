@@ -20,8 +20,10 @@ called C, B and x. Several heads may share one q and k.
 A short convolution (LFM2) has no matrix. Its state is only the convolution's last inputs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal
 
@@ -46,6 +48,19 @@ class _Convolution:
         raise NotImplementedError
 
     @property
+    def num_k_heads(self) -> int:
+        """Number of heads of q and k, each of which several matrices may share."""
+        raise NotImplementedError
+
+    def shares_nothing(self, num_ranks: int) -> bool:
+        """Returns whether each rank can have whole heads of q and k, and whether its part of the
+        state then has exactly the channels of these heads. Otherwise ranks share some."""
+        nums = (self.num_heads, self.num_k_heads)
+        return not any(num % num_ranks for num in nums) and not any(
+            num % self.num_heads for num in self.sections
+        )
+
+    @property
     def num_channels(self) -> int:
         return sum(self.sections)
 
@@ -54,6 +69,13 @@ class _Convolution:
         """Number of channels of each section that a head's part of the state has room for. If the
         heads cannot share a section equally, the last heads have fewer channels than room."""
         return [-(-num // self.num_heads) for num in self.sections]
+
+    def channels_of(self, heads: range) -> list[range]:
+        """Returns the channels of each section that these heads' parts of the state have."""
+        return [
+            range(min(num, heads.start * each), min(num, heads.stop * each))
+            for num, each in zip(self.sections, self.head_sections, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +99,21 @@ class GatedDelta(_Convolution):
     def group(self) -> int:
         return self.num_value_heads // self.num_key_heads
 
+    def of_rank(self, num_ranks: int) -> GatedDelta:
+        """Returns the sizes of a rank's heads, if ranks share nothing."""
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // num_ranks,
+            num_value_heads=self.num_value_heads // num_ranks,
+        )
+
     @property
     def num_heads(self) -> int:
         return self.num_value_heads
+
+    @property
+    def num_k_heads(self) -> int:
+        return self.num_key_heads
 
     @property
     def sections(self) -> list[int]:
@@ -112,6 +146,10 @@ class Mamba2(_Convolution):
         return self.num_mamba_heads
 
     @property
+    def num_k_heads(self) -> int:
+        return self.num_groups
+
+    @property
     def sections(self) -> list[int]:
         """Number of channels of x, B and C."""
         num_keys = self.num_groups * self.key_dim
@@ -122,9 +160,13 @@ class Mamba2(_Convolution):
         return self.num_heads * self.value_dim
 
 
+_CONV_HEAD = 64  # channels of a head of a short convolution
+
+
 @dataclass(frozen=True, slots=True)
 class ShortConv(_Convolution):
-    """The sizes of a layer that is only a convolution: output = C * convolution(B * x)."""
+    """The sizes of a layer that is only a convolution: output = C * convolution(B * x). A head is
+    some neighbouring channels, so that ranks can share the state."""
 
     num_outputs: int  # number of channels, also of each of B, C and x
     kernel: int
@@ -134,7 +176,11 @@ class ShortConv(_Convolution):
 
     @property
     def num_heads(self) -> int:
-        return 1
+        return 1 if self.num_outputs % _CONV_HEAD else self.num_outputs // _CONV_HEAD
+
+    @property
+    def num_k_heads(self) -> int:
+        return self.num_heads  # There are no q and k that heads could share.
 
     @property
     def sections(self) -> list[int]:

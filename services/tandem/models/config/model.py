@@ -36,7 +36,13 @@ from tandem.models.config.gemma4 import (
     with_gemma4_layers,
 )
 from tandem.models.config.latent import Latent, read_latent
-from tandem.models.config.layers import Heads, LayerSpec, kinds_of_pattern, read_layers
+from tandem.models.config.layers import (
+    Heads,
+    LayerSpec,
+    check_kinds,
+    kinds_of_pattern,
+    read_layers,
+)
 from tandem.models.config.quantization import has_kv_scales, read_quantization
 from tandem.models.config.quantization_scheme import Quantization
 from tandem.models.config.rope import read_ropes
@@ -412,6 +418,7 @@ def _family_of(model_type: object) -> str | None:
 
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns the config with transformers' defaults for absent keys."""
+    check_kinds(config, family.key_names.get("layer_types", "layer_types"))
     renamed = {ours: config[own] for ours, own in family.key_names.items() if own in config}
     filled = {**family.defaults, **config, **renamed}
     if family.has_rotary_dim and config.get("rotary_dim") is not None:

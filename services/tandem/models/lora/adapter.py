@@ -26,7 +26,7 @@ from tandem.models.config.model import ModelConfig
 from tandem.models.config.text_part import text_name
 from tandem.models.files import few, naming, read_json
 from tandem.models.lora.patterns import Pattern, match_all
-from tandem.models.lora.targets import find_modules, linear_shapes
+from tandem.models.lora.targets import checkpoint_name, find_modules, linear_shapes
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -126,8 +126,6 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
             f"{model.architecture} is computed through transformers, which does not support LoRA "
             "adapters here"
         )
-    if model.has_states:
-        raise UnsupportedModel("LoRA adapters are not supported for models with linear attention")
     if model.index_keys is not None:
         raise UnsupportedModel("LoRA adapters are not supported for models with sparse attention")
     if model.shared_kv is not None:
@@ -154,7 +152,7 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
             )
     with naming(folder / WEIGHTS_FILE):
         header = read_header(folder / WEIGHTS_FILE)
-        plain = _plain_names(header.tensors, is_text_part=model.is_text_part)
+        plain = _plain_names(header.tensors, model)
         tensors = _check_header(header.tensors, plain, modules, linear_shapes(model))
     return LoraFolder(folder, modules, tensors, raw)
 
@@ -166,8 +164,9 @@ def read_modules(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Lor
     rank = config.get("r", 8)
     alpha = config.get("lora_alpha", 8)
     names = find_modules(config, model)
-    ranks = _by_pattern(config, "rank_pattern", names, rank)
-    alphas = _by_pattern(config, "alpha_pattern", names, alpha)
+    given = [checkpoint_name(model, name) for name in names]
+    ranks = _by_pattern(config, "rank_pattern", given, rank)
+    alphas = _by_pattern(config, "alpha_pattern", given, alpha)
     modules = {}
     for name, own_rank, own_alpha in zip(names, ranks, alphas, strict=True):
         if type(own_rank) is not int or own_rank < 1:
@@ -222,17 +221,22 @@ def _by_pattern(
     return found
 
 
-def _plain_names(stored: Mapping[str, TensorHeader], *, is_text_part: bool) -> dict[str, str]:
-    """Maps PEFT's standard tensor names to the names in the file.
+def _plain_names(stored: Mapping[str, TensorHeader], model: ModelConfig) -> dict[str, str]:
+    """Maps PEFT's tensor names, with the names of modules in this package, to the names in the
+    file.
 
-    Names in the file may differ in two ways. Old versions of PEFT and some other programs add the
+    Names in the file may differ in three ways. Old versions of PEFT and some other programs add the
     adapter name `default`. Adapters of multimodal models name modules as the multimodal checkpoint
-    does."""
-    plain = {re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name): name for name in stored}
-    if not is_text_part:
-        return plain
-    inner = {name.removeprefix(_PREFIX): name for name in plain}
-    return {f"{_PREFIX}{text_name(own) or own}": plain[name] for own, name in inner.items()}
+    does. Some families have other names of modules."""
+    found = {}
+    for name in stored:
+        own = re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name).removeprefix(_PREFIX)
+        if model.is_text_part:
+            own = text_name(own) or own
+        for part, ours in model.tensor_names.items():
+            own = own.replace(part, ours)
+        found[f"{_PREFIX}{own}"] = name
+    return found
 
 
 def _check_header(

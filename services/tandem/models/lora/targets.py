@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tandem.errors import UnsupportedModel
+from tandem.models.checkpoint.expert_names import shared_mlp
+from tandem.models.checkpoint.weight_shapes import state_shapes
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_irregular
@@ -18,37 +20,64 @@ from tandem.models.lora.patterns import Pattern, match_all
 
 _IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
 ALL_LINEAR = "all-linear"
-# Prefix of the MLP modules that an adapter can change in a layer with experts. Other layers have
-# the prefix "mlp.".
-SHARED_MLP = "mlp.shared_experts."
 # Modules that PEFT can adapt and Tandem cannot.
 _OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
 
 
 def linear_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Returns the shape (outputs, inputs) of each matrix that an adapter may change, by name."""
-    attention = _attention_shapes(model)
+    """Returns the shape (outputs, inputs) of each matrix that an adapter may change, by the name
+    that it has in this package."""
     return {
         f"model.layers.{layer}.{name}": shape
         for layer, spec in enumerate(model.layers)
-        for name, shape in (attention | _mlp_shapes(model, spec)).items()
+        for name, shape in layer_shapes(model, spec).items()
+    }
+
+
+def layer_shapes(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int]]:
+    """Returns the same for one layer. Names are without the layer's prefix."""
+    attention = _attention_shapes(model) if spec.has_attention else {}
+    return attention | _state_shapes(model, spec) | _mlp_shapes(model, spec)
+
+
+def checkpoint_name(model: ModelConfig, name: str) -> str:
+    """Returns the name that a module of the model has in checkpoints, and in adapters."""
+    return model.name_in_files(f"{name}.weight").removesuffix(".weight")
+
+
+def _state_shapes(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int]]:
+    """Returns the shapes of the matrices of a layer's state, whose convolution adapters cannot
+    change."""
+    if spec.linear is None:
+        return {}
+    shapes = state_shapes(spec.linear, model.hidden_size, "", ())
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if len(shape) == 2
     }
 
 
 def _mlp_shapes(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int]]:
     """Returns the shapes of a layer's MLP, or of its shared experts in a layer with experts."""
     hidden = model.hidden_size
-    inner = model.intermediate_size
-    place = "mlp."
+    inner = spec.inner or model.intermediate_size
+    place = "mlp"
     if spec.experts is not None:
         inner = spec.experts.shared_inner
-        place = SHARED_MLP
-        if not inner:
-            return {}
-    shapes = {f"{place}down_proj": (hidden, inner)}
-    if model.has_fused_mlp:
-        return shapes | {f"{place}gate_up_proj": (2 * inner, hidden)}
-    return shapes | dict.fromkeys((f"{place}gate_proj", f"{place}up_proj"), (inner, hidden))
+        place = shared_mlp(spec.experts)
+    if not spec.has_mlp or not inner:
+        return {}
+    shapes = {f"{place}.down_proj": (hidden, inner)}
+    if has_fused_mlp(model):
+        return shapes | {f"{place}.gate_up_proj": (2 * inner, hidden)}
+    names = ("gate_proj", "up_proj") if model.has_gates else ("up_proj",)
+    return shapes | {f"{place}.{name}": (inner, hidden) for name in names}
+
+
+def has_fused_mlp(model: ModelConfig) -> bool:
+    """Returns whether adapters have one matrix for gate and up."""
+    return model.has_fused_mlp or model.may_fuse_mlp
 
 
 def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -73,46 +102,60 @@ def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     if model.has_fused_qkv:
         return out | {"self_attn.qkv_proj": (q_size + 2 * kv_size, hidden)}
     per_token = dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv_size, hidden))
-    return out | per_token | {"self_attn.q_proj": (q_size, hidden)}
+    if model.has_head_gates:
+        per_token["self_attn.g_proj"] = (num_heads, hidden)
+    # With gates, each head has its query and then its gate.
+    num_queries = 2 * q_size if model.has_attention_gates else q_size
+    return out | per_token | {"self_attn.q_proj": (num_queries, hidden)}
 
 
 def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Returns the names of the matrices that an adapter_config.json targets. Raises
-    UnsupportedModel naming a target that the model does not have or that is not supported."""
+    """Returns the names of the matrices that an adapter_config.json targets, as in this package.
+    Raises UnsupportedModel naming a target that the model does not have or that is not
+    supported."""
     if why := why_irregular(model):
         raise UnsupportedModel(f"adapters are not supported for this model: {why}")
     linears = linear_shapes(model)
+    others = [*_OTHERS, *_convolutions(model)]
+    # Names that an adapter may use, and the names in this package.
+    own_names = {checkpoint_name(model, name): name for name in (*linears, *others)}
+    allowed = _allowed([given for given, name in own_names.items() if name in linears])
+    own_names |= {name: name for name in (*linears, *others)}
+
+    def ending(targets: Collection[str]) -> list[str]:
+        ends = [own for given, own in own_names.items() if _ends_with(given, targets)]
+        return [name for name in (*linears, *others) if name in set(ends)]
+
+    def matching(field: str, expression: str) -> list[str]:
+        matches = {own_names[name] for name in _matching(field, expression, list(own_names))}
+        return [name for name in (*linears, *others) if name in matches]
+
     targets = config.get("target_modules")
     layers = _layers(config)
     if not targets or not isinstance(targets, str | list):
         raise UnsupportedModel(
-            f"target_modules is {targets!r:.80}; it must name modules: {_allowed(linears)}"
+            f"target_modules is {targets!r:.80}; it must name modules: {allowed}"
         )
-    names = [*linears, *_OTHERS]
     if targets == ALL_LINEAR:
         found = list(linears)
     elif isinstance(targets, str):
-        found = _matching("target_modules", targets, names)
+        found = matching("target_modules", targets)
     else:
         for target in targets:
-            if not any(_ends_with(name, [target]) for name in linears):
-                is_other = any(_ends_with(name, [target]) for name in _OTHERS)
+            named = ending([target])
+            if not any(name in linears for name in named):
                 raise UnsupportedModel(
                     f"target_modules has {target!r:.80}, which is not supported"
-                    f"{'' if is_other else ': this model has no such module'}; supported are "
-                    f"{_allowed(linears)}"
+                    f"{'' if named else ': this model has no such module'}; supported are {allowed}"
                 )
-        found = [name for name in names if _ends_with(name, targets)]
+        found = ending(targets)
     if not found:
         raise UnsupportedModel(
-            f"target_modules {targets!r:.80} names no module of this model, which has "
-            f"{_allowed(linears)}"
+            f"target_modules {targets!r:.80} names no module of this model, which has {allowed}"
         )
     if excluded := config.get("exclude_modules"):
-        out = (
-            _matching("exclude_modules", excluded, found)
-            if isinstance(excluded, str)
-            else [name for name in found if _ends_with(name, excluded)]
+        out = set(
+            matching("exclude_modules", excluded) if isinstance(excluded, str) else ending(excluded)
         )
         found = [name for name in found if name not in out]
         if not found:
@@ -121,12 +164,20 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
             )
     if layers is not None and layers[0]:
         found = _in_layers(found, *layers)
-    if others := [name for name in found if name not in linears]:
+    if unsupported := [name for name in found if name not in linears]:
         raise UnsupportedModel(
-            f"target_modules has {others[0]}, which is not supported; supported are "
-            f"{_allowed(linears)}"
+            f"target_modules has {checkpoint_name(model, unsupported[0])}, which is not supported; "
+            f"supported are {allowed}"
         )
     return found
+
+
+def _convolutions(model: ModelConfig) -> list[str]:
+    return [
+        f"model.layers.{layer}.linear_attn.conv1d"
+        for layer, spec in enumerate(model.layers)
+        if spec.linear is not None
+    ]
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | None:

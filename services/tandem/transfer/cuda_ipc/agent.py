@@ -18,11 +18,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import gcd
 from typing import Protocol
+
+import numpy as np
 
 from tandem.errors import InternalError, TandemError, WorkerLost
 from tandem.transfer.reads.agent import BlockIds, ReadState
-from tandem.transfer.reads.block_list import BlockList
+from tandem.transfer.reads.block_list import BlockList, BlockParts
 
 log = logging.getLogger(__name__)
 
@@ -193,14 +196,28 @@ def _copies(
                 raise InternalError(
                     "a read has a source block and a target block of different KV groups"
                 )
+            source_stride, source_places = _places(theirs, source_ids[here] - source_first)
+            target_stride, target_places = _places(ours, targets)
             yield BlockCopy(
                 source.address + theirs.offset,
                 target.address + ours.offset,
-                theirs.stride,
-                ours.stride,
+                source_stride,
+                target_stride,
                 ours.num_bytes,
-                source_ids[here] - source_first,
-                targets,
+                source_places,
+                target_places,
             )
         source_first += theirs.num_blocks
         target_first += ours.num_blocks
+
+
+def _places(parts: BlockParts, block_ids: BlockIds) -> tuple[int, BlockIds]:
+    """Returns a distance in bytes, and how many of these distances each block's part is behind the
+    first one. The parts of a slot's pieces may be less far from each other than from those of the
+    next slot."""
+    if parts.num_pieces == 1:
+        return parts.stride, block_ids
+    distance = gcd(parts.stride, parts.num_bytes)
+    slots, pieces = np.divmod(block_ids, parts.num_pieces)
+    places = slots * (parts.stride // distance) + pieces * (parts.num_bytes // distance)
+    return distance, places.astype(block_ids.dtype)

@@ -185,8 +185,9 @@ class NixlAgent:
         the peer is removed.
         """
         rows = [
-            (blocks.address + offset, num_bytes, blocks.device_id, stride, num_blocks)
-            for offset, num_blocks, stride, num_bytes in blocks.pools
+            (blocks.address + offset, parts.num_bytes, blocks.device_id, stride, number)
+            for parts in blocks.pools
+            for offset, stride, number in parts.runs()
         ]
         with self._translated("naming blocks"):
             handle: int = self._agent.prepXferDlist(

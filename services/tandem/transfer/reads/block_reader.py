@@ -19,7 +19,8 @@ blocks of abandoned reads are fenced (fence.py): the engine does not reuse a fen
 agent was replaced.
 
 A peer may have several ranks with a pool each. The reader then reads from each of them the heads
-that its own pool has (tensor_parallel.py).
+that its own pool has (tensor_parallel.py). KV groups may differ in their number of heads: a rank
+may have a copy of the only KV head, and some of the heads of the states.
 
 The agent is created when it is first needed, and a peer's metadata is loaded when the
 peer is first needed. After the agent was replaced (instance.py), all peers are loaded again. Pulls
@@ -31,6 +32,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from tandem.common.backoff import Backoff, doubling
 from tandem.engine.cache.layout.block_spans import BlockSpans
@@ -47,7 +50,14 @@ from tandem.transfer.reads.agent import ReadAgent
 from tandem.transfer.reads.block_list import BlockList
 from tandem.transfer.reads.fence import Fence
 from tandem.transfer.reads.instance import AgentInstance, LoadedPeer, logged
-from tandem.transfer.reads.messages import LocalPool, PeerRank, Pull, PullResult, RemotePool
+from tandem.transfer.reads.messages import (
+    LocalPool,
+    PeerRank,
+    Pull,
+    PullResult,
+    RemotePool,
+    SomeHeads,
+)
 from tandem.transfer.reads.piece_size import FIRST_BYTES, PIECE_S, PieceSize
 from tandem.transfer.reads.pull import PullInPieces, Read, Source, is_done
 from tandem.transfer.tensor_parallel import RankRead, rank_reads
@@ -79,7 +89,8 @@ class _PeerRank:
     blocks: BlockList
     pool_blocks: BlockList  # of the local pool
     scratch_blocks: BlockList
-    share: float  # the part of a local block's bytes that the rank has
+    # For each KV group, the bytes of a block that are read from the rank; 0: none.
+    num_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +122,8 @@ class BlockReader:
         start."""
         self._pool = pool
         self._spans = pool.own_layout.spans
-        self._heads = RankHeads(pool.layout.num_kv_heads, pool.num_ranks)
+        # For each KV group, the id after its last block.
+        self._group_ends = np.cumsum([num_blocks for num_blocks, _ in self._spans.pools])
         self._scratch_memory: ctypes.Array[ctypes.c_char] | None = None
         address = pool.device_scratch
         if address is None:
@@ -146,7 +158,6 @@ class BlockReader:
     def connect(self, peer_id: str, ranks: Sequence[PeerRank]) -> None:
         """Loads a peer, so that pulls can read the peer's blocks. `ranks` has the ranks in order.
         Raises TandemError on failure."""
-        heads = RankHeads(self._heads.num_heads, len(ranks))
         expected = _block_sizes(self._pool.layout.of_rank(len(ranks)).spans)
         for number, rank in enumerate(ranks):
             if (theirs := _block_sizes(rank.pool.spans)) != expected:
@@ -154,10 +165,14 @@ class BlockReader:
                     f"rank {number} of {peer_id} has blocks of {theirs} bytes; this worker expects "
                     f"{expected} bytes"
                 )
-        reads = rank_reads(heads, self._heads, local_rank=self._pool.rank)
+        reads = self._reads(len(ranks))
         first = ranks[0].pool.spans
         peer = _Peer(
-            tuple(self._peer_rank(ranks[read.producer_rank], heads, read) for read in reads),
+            tuple(
+                self._peer_rank(rank, len(ranks), of_groups)
+                for rank, of_groups in zip(ranks, reads, strict=True)
+                if any(read is not None for read in of_groups)
+            ),
             num_blocks=first.num_blocks,
             num_first_blocks=first.pools[0][0],
         )
@@ -167,16 +182,43 @@ class BlockReader:
         self._load(peer)
         self._peers[peer_id] = peer
 
-    def _peer_rank(self, rank: PeerRank, heads: RankHeads, read: RankRead) -> _PeerRank:
-        num_heads = read.num_heads
-        theirs = range(read.producer_head, read.producer_head + num_heads)
-        ours = range(read.local_head, read.local_head + num_heads)
+    def _reads(self, num_ranks: int) -> list[list[RankRead | None]]:
+        """Returns what is read from each of a peer's ranks, for each KV group; None: nothing."""
+        found: list[list[RankRead | None]] = [[] for _ in range(num_ranks)]
+        for group in self._pool.layout.groups:
+            theirs, ours = (
+                RankHeads(group.layout.num_kv_heads, num)
+                for num in (num_ranks, self._pool.num_ranks)
+            )
+            reads = rank_reads(theirs, ours, local_rank=self._pool.rank)
+            by_rank = {read.producer_rank: read for read in reads}
+            for rank, of_groups in enumerate(found):
+                of_groups.append(by_rank.get(rank))
+        return found
+
+    def _peer_rank(
+        self, rank: PeerRank, num_ranks: int, reads: Sequence[RankRead | None]
+    ) -> _PeerRank:
+        theirs, ours, num_bytes = [], [], []
+        for group, read in zip(self._pool.layout.groups, reads, strict=True):
+            num_heads = group.layout.num_kv_heads
+            # The lists have a part of each block, also of those that are not read from this rank.
+            their_head, our_head, num = (0, 0, 1) if read is None else read[1:]
+            their_num, our_num = (
+                RankHeads(num_heads, each).per_rank for each in (num_ranks, self._pool.num_ranks)
+            )
+            theirs.append(SomeHeads(their_head, their_head + num, their_num, group.num_pieces))
+            ours.append(SomeHeads(our_head, our_head + num, our_num, group.num_pieces))
+            num_bytes.append(0 if read is None else num * group.layout.block_bytes // num_heads)
         return _PeerRank(
             rank.metadata,
-            rank.pool.blocks(theirs, heads.per_rank),
-            self._pool.remote().blocks(ours, self._heads.per_rank),
-            self._scratch.blocks(ours, self._heads.per_rank),
-            share=num_heads / self._heads.per_rank,
+            rank.pool.blocks(theirs),
+            self._pool.remote().blocks(ours),
+            self._scratch.blocks(ours),
+            tuple(
+                size // group.num_pieces
+                for size, group in zip(num_bytes, self._pool.layout.groups, strict=True)
+            ),
         )
 
     def _load(self, peer: _Peer) -> list[LoadedPeer]:
@@ -355,20 +397,23 @@ class BlockReader:
         _check_range(pull.producer_block_ids, peer.num_blocks)
         loaded = self._load(peer)
         instance = self._agent_instance()
+        if pull.local_block_ids:
+            groups = np.searchsorted(self._group_ends, pull.local_block_ids, "right")
+        else:  # A probe reads blocks of the first group.
+            groups = np.zeros(len(pull.producer_block_ids), np.int64)
         sources = [
             Source(
                 rank,
                 instance.local_list(
                     each.pool_blocks if pull.local_block_ids else each.scratch_blocks
                 ),
-                each.share,
+                np.array(each.num_bytes)[groups],
             )
             for rank, each in zip(loaded, peer.ranks, strict=True)
         ]
         self._pulls[pull.pull_id] = PullInPieces(
             pull,
             sources,
-            sizes=self._spans.sizes(pull.local_block_ids or pull.producer_block_ids),
             piece_size=self._piece_size,
             clock=self._clock,
         )

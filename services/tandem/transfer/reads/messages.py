@@ -5,7 +5,9 @@ The main thread passes messages of a class with `tag=True` on to the worker's I/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,17 +34,32 @@ class RemotePool(msgspec.Struct, frozen=True):
     def spans(self) -> BlockSpans:
         return BlockSpans(self.pools or ((self.num_blocks, self.block_bytes),))
 
-    def blocks(self, heads: range = range(1), num_heads: int = 1) -> BlockList:
-        """Returns a list of the heads `heads` of each block; all bytes by default. A block has
-        `num_heads` heads."""
+    def blocks(self, groups: Sequence[SomeHeads] = ()) -> BlockList:
+        """Returns a list of some heads of each block of each KV group; all bytes by default."""
         parts = []
         start = 0
-        for num_blocks, size in self.spans.pools:
-            # All heads are all bytes, also of a group whose blocks have another number of heads.
-            first, end = (size * head // num_heads for head in (heads.start, heads.stop))
-            parts.append(BlockParts(start + first, num_blocks, size, end - first))
+        pools = self.spans.pools
+        for (num_blocks, size), some in zip(
+            pools, groups or [ALL_HEADS] * len(pools), strict=False
+        ):
+            stride = size * some.num_pieces  # the bytes of a block or slot
+            first, end = (stride * head // some.num_held for head in (some.first, some.end))
+            piece = (end - first) // some.num_pieces
+            parts.append(BlockParts(start + first, num_blocks, stride, piece, some.num_pieces))
             start += num_blocks * size
         return BlockList(self.address, self.device_id, self.memory, tuple(parts))
+
+
+class SomeHeads(NamedTuple):
+    """Neighbouring heads of the blocks of one KV group in one pool."""
+
+    first: int
+    end: int
+    num_held: int  # number of heads in a block of the pool
+    num_pieces: int = 1  # of a slot of states
+
+
+ALL_HEADS = SomeHeads(0, 1, 1)
 
 
 class PeerRank(msgspec.Struct, frozen=True):
@@ -96,7 +113,9 @@ class LocalPool(msgspec.Struct, frozen=True):
 
 class Pull(msgspec.Struct, frozen=True):
     """A read of blocks of the peer: `producer_block_ids[i]` is read into this worker's block
-    `local_block_ids[i]`. A probe has no local blocks, because it reads into scratch memory.
+    `local_block_ids[i]`. A probe has no local blocks, because it reads into scratch memory. If a
+    block is a piece of a slot, the pull has all pieces of the slot, because the ranks of two
+    workers may cut a slot into other pieces.
     """
 
     pull_id: str

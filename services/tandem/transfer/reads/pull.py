@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tandem.errors import InternalError
 from tandem.transfer.reads.agent import ReadAgent, ReadState
@@ -40,31 +41,26 @@ class Source:
 
     rank: LoadedPeer
     target_list: int
-    share: float  # the part of a local block's bytes that are read from this rank
+    # For each of the pull's blocks, the bytes that are read from this rank; 0: none.
+    sizes: NDArray[np.int64]
 
 
 class PullInPieces:
-    """A pull of a peer's blocks into the local KV pool, or a probe into scratch memory.
-
-    `sizes` has the bytes of each of the pull's blocks. In a model with several KV groups, they
-    differ. `clock` returns the time in seconds.
-    """
+    """A pull of a peer's blocks into the local KV pool, or a probe into scratch memory. `clock`
+    returns the time in seconds."""
 
     def __init__(
         self,
         pull: Pull,
         sources: Sequence[Source],
         *,
-        sizes: Sequence[int],
         piece_size: PieceSize,
         clock: Callable[[], float],
     ) -> None:
         self.pull = pull
         self.started_at = clock()
         self.reads: list[Read] = []
-        # For each block, the bytes of all blocks up to this one.
-        self._ends = np.cumsum(sizes)
-        self.num_bytes = int(self._ends[-1])
+        self.num_bytes = sum(int(source.sizes.sum()) for source in sources)
         self.post_s = 0.0  # seconds spent in the agent's calls that start reads
         self._piece_size = piece_size
         self._clock = clock
@@ -73,8 +69,8 @@ class PullInPieces:
         # ... of the scratch memory, so the target ids are the producer's ids.
         target_ids = pull.local_block_ids or pull.producer_block_ids
         self._target_ids = np.array(target_ids, np.int32)
-        self._sources = list(sources)  # that were not read to the end yet
-        self._num_started = 0  # number of blocks whose reads from the first source were started
+        self._sources = [source for source in sources if source.sizes.any()]  # not read to the end
+        self._begin_source()
 
     @property
     def is_done(self) -> bool:
@@ -108,16 +104,23 @@ class PullInPieces:
                 raise InternalError(f"a read of KV blocks from {self.pull.peer_id} failed")
         return moved
 
+    def _begin_source(self) -> None:
+        """Begins with the first source."""
+        self._num_started = 0  # number of its blocks whose reads were started
+        sizes = self._sources[0].sizes if self._sources else np.zeros(0, np.int64)
+        self._blocks = np.flatnonzero(sizes)  # indices of the blocks that are read from it
+        self._ends = np.cumsum(sizes[self._blocks])  # the bytes of all blocks up to each of them
+
     def _start(self, instance: AgentInstance) -> None:
         agent = instance.agent
         source = self._sources[0]
         first = self._num_started
         before = int(self._ends[first - 1]) if first else 0
-        most = before + self._piece_size.num_bytes / source.share
+        most = before + self._piece_size.num_bytes
         # A piece has whole blocks, and at least one.
         end = max(first + 1, int(np.searchsorted(self._ends, most, "right")))
-        num_bytes = int((self._ends[end - 1] - before) * source.share)
-        piece = slice(first, end)
+        num_bytes = int(self._ends[end - 1] - before)
+        piece = self._blocks[first:end]
         producer_ids = self._producer_ids[piece]
         handle = agent.create_block_read(
             producer_list=source.rank.block_list,
@@ -125,12 +128,13 @@ class PullInPieces:
             local_list=source.target_list,
             local_ids=self._target_ids[piece],
         )
-        self._num_started = piece.stop
-        if self._num_started >= len(self._producer_ids):
+        self._num_started = end
+        if end >= len(self._blocks):
             self._sources.pop(0)
-            self._num_started = 0
+            self._begin_source()
         # A probe has no local block ids.
-        read = Read(handle, source.rank.agent_name, self.pull.local_block_ids[piece])
+        local_ids = self._target_ids[piece].tolist() if self.pull.local_block_ids else []
+        read = Read(handle, source.rank.agent_name, local_ids)
         self.reads.append(read)
         read.ended = True  # stays True if `start` raises
         started_at = self._clock()

@@ -155,3 +155,34 @@ def test_a_compiler_that_cc_names_must_be_there(
 def test_the_interpreter_compiles_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert why_not_triton(torch.device("cpu"), "fast") == ""
+
+
+def test_ranks_of_torch_kernels_have_whole_heads_of_states() -> None:
+    model = model_of(
+        "Qwen3NextForCausalLM",
+        linear_num_key_heads=3,
+        linear_num_value_heads=6,
+        num_key_value_heads=4,
+    )
+    torch_kernels = {"model": "m", "kernels": "torch", "device": "cpu"}
+    cpu = torch.device("cpu")
+    assert choose_kernels(EngineConfig(**torch_kernels, tensor_parallel=2), cpu, model) == "torch"
+    named = "the 6 heads of the model's states cannot be divided among 4 ranks of torch kernels; "
+    with pytest.raises(ConfigError, match=named + "possible are 1, 2, 3, 6"):
+        choose_kernels(EngineConfig(**torch_kernels, tensor_parallel=4), cpu, model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"tensor_parallel": 4}, "4 ranks of Triton"),
+        ({"lora": {"a": "/a"}}, "adapters of models with"),
+    ],
+)
+def test_what_triton_does_not_compute_with_states_is_named(
+    settings: dict[str, Any], named: str
+) -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    model = model_of("Qwen3NextForCausalLM", num_key_value_heads=4, **sizes)
+    with pytest.raises(ConfigError, match=f"kernels=triton cannot be used here: .*{named}"):
+        choose_kernels(EngineConfig(model="m", kernels="triton", **settings), CUDA, model)

@@ -26,6 +26,8 @@ OF_LATENT = (
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
+OF_DELTA = ("q_proj", "k_proj", "o_proj", "out_proj", "gate_proj")
+OF_MAMBA = ("in_proj", "out_proj", "q_proj", "v_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
@@ -112,6 +114,18 @@ class Case:
         ("deepseek-v3", {"target_modules": ["q_b_proj", "kv_b_proj", "up_proj"], "r": 30}),
         ("deepseek-v3-halves", {"target_modules": "all-linear", "r": 4}),
         ("gemma3", {"target_modules": r".*\.(k_proj|gate_proj|o_proj)", "r": 8}),
+        ("qwen3-next", {"target_modules": [*OF_DELTA, "in_proj_qkvz", "in_proj_ba"], "r": 6}),
+        ("falcon-h1", {"target_modules": [*OF_MAMBA, "o_proj", "down_proj"], "r": 5}),
+        *(
+            pytest.param((family, {"target_modules": targets, "r": 7}), marks=pytest.mark.slow)
+            for family, targets in (
+                ("qwen3.5", [*OF_DELTA, *(f"in_proj_{part}" for part in ("qkv", "z", "b", "a"))]),
+                ("granite4", [*OF_MAMBA, "input_linear", "output_linear"]),
+                ("nemotron-h", [*OF_MAMBA, "up_proj", "down_proj"]),
+                ("lfm2", ["in_proj", "out_proj", "q_proj", "w1", "w2"]),
+                ("olmo-hybrid", ["q_proj", "k_proj", "g_proj", "b_proj", "o_proj", "up_proj"]),
+            )
+        ),
     ],
     ids=lambda param: "-".join((param[0], *map(str, param[1].values()))),
 )

@@ -17,6 +17,7 @@ import torch
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
 from tandem.common.perf_model.step_time import StepTimeModel
+from tandem.engine.cache.layout import state_layout
 from tandem.engine.cache.layout.pool_bytes import pool_bytes
 from tandem.engine.engine import Engine
 from tandem.engine.executor import rank_program
@@ -119,12 +120,19 @@ def test_each_rank_has_a_pool_with_its_own_heads(
     assert two.kv.nbytes == member.kv.nbytes == alone.kv.nbytes // share
 
 
-@pytest.mark.parametrize("num_kv_heads", [4, 1])
+@pytest.mark.parametrize(
+    ("family", "num_kv_heads"), [("llama", 4), ("llama", 1), ("qwen3-next", 1)]
+)
 def test_whole_blocks_are_read_from_and_written_to_all_ranks(
-    num_kv_heads: int, apart: Callable[..., ModelRunner], tmp_path: Path
+    family: str,
+    num_kv_heads: int,
+    apart: Callable[..., ModelRunner],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The bytes are those of one rank's pool, so a peer needs not know how many ranks there are."""
-    folder = tiny("llama", tmp_path, num_kv_heads)
+    monkeypatch.setattr(state_layout, "PIECE_BYTES_MAX", 8000)  # slots of 9 pieces
+    folder = tiny(family, tmp_path, num_kv_heads)
     alone, two = runner_of(folder, 1, **INVARIANT), apart(folder, **INVARIANT)
     for runner in (alone, two):
         list(mixed_steps(runner, PROMPTS, CHUNKS, seed=7))
@@ -132,9 +140,13 @@ def test_whole_blocks_are_read_from_and_written_to_all_ranks(
     used = [block for block in range(alone.whole_layout.num_blocks) if any(whole.read([block]))]
     assert len(used) > 3
     assert bytes(two.blocks.read(used)) == bytes(whole.read(used))
-    two.blocks.write([used[1], used[0]], whole.read(used[:2]))  # exchanges the two blocks
+    for pair in (used[:2], used[-2:]):
+        two.blocks.write(pair[::-1], whole.read(pair))  # exchanges the two blocks
+        found = two.blocks.read(pair)
+        assert bytes(found) == bytes(whole.read(pair[::-1]))
+    two.blocks.write(used, whole.read(used))
+    assert bytes(two.blocks.read(used)) == bytes(whole.read(used))
     found = two.blocks.read(used[:2])
-    assert bytes(found) == bytes(whole.read([used[1], used[0]]))
     with pytest.raises(InternalError, match="2 KV blocks have"):
         two.blocks.write(used[:2], bytes(found)[1:])
 

@@ -17,6 +17,7 @@ from tandem.engine.executor.native.decoder import why_not_native
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import AdapterUnavailable, ConfigError, WorkerLost
+from tandem.models.config.model import ModelConfig
 from tandem.models.folder import ModelFolder
 from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import RankEnded
@@ -42,16 +43,25 @@ def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFo
     sizes = {"num_attention_heads": 8, "hidden_size": 128}
     has_latents = family.startswith(LATENT)
     kv_heads = {"num_key_value_heads": 8 if has_latents else num_kv_heads}
-    folder = make_tiny_model(family, path, **sizes | kv_heads | more)[0]
-    if folder.config.has_states:
-        pytest.skip("several ranks cannot share states")
-    return folder
+    return make_tiny_model(family, path, **sizes | kv_heads | more)[0]
+
+
+def why_not_share(model: ModelConfig, kernels: str, num_ranks: int) -> str:
+    """Why ranks cannot share the states of a model, or ""."""
+    for sizes in filter(None, (layer.linear for layer in model.layers)):
+        if kernels == "torch" and sizes.num_heads % num_ranks:
+            return f"{num_ranks} ranks cannot share {sizes.num_heads} heads of states"
+        if kernels == "triton" and not sizes.shares_nothing(num_ranks):
+            return "ranks of Triton kernels cannot share heads of keys"
+    return ""
 
 
 def runner_of(folder: ModelFolder, num_ranks: int, **more: Any) -> ModelRunner:
     settings = {"model": "", "device": "cpu", "kernels": "native", "block_size": 8} | more
     needs_alike = settings["kernels"] != "native" or "kv_dtype" in settings
     if needs_alike and (why := why_irregular(folder.config)):
+        pytest.skip(why)
+    if num_ranks > 1 and (why := why_not_share(folder.config, settings["kernels"], num_ranks)):
         pytest.skip(why)
     return ModelRunner(folder, EngineConfig(tensor_parallel=num_ranks, **settings))
 
@@ -70,6 +80,7 @@ def logits_of(folder: ModelFolder, num_ranks: int, **more: Any) -> list[torch.Te
         ("qwen3-moe", 2, 4, {"numerics": "invariant"}),
         ("llama", 4, 1, {}),
         ("gemma4", 2, 1, {"numerics": "invariant"}),
+        ("qwen3-next", 2, 1, {"numerics": "invariant"}),
         *(
             pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
             for family in FAMILIES
@@ -243,6 +254,11 @@ def test_all_ranks_have_written_their_kv_when_the_engine_is_told(
         pytest.param("phi3", INVARIANT, marks=pytest.mark.slow),
         pytest.param("deepseek-v2", INVARIANT, marks=pytest.mark.slow),
         pytest.param("deepseek-v3", INVARIANT, marks=pytest.mark.slow),
+        *(
+            pytest.param(family, settings, marks=pytest.mark.slow)
+            for family in ("qwen3-next", "falcon-h1", "nemotron-h")
+            for settings in ({"kernels": "native"}, INVARIANT)
+        ),
     ],
 )
 def test_adapters_are_on_all_ranks(family: str, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from tandem.engine.cache.layout.kv_groups import (
     layer_places,
     state_places,
 )
-from tandem.engine.cache.layout.state_layout import StateLayout
+from tandem.engine.cache.layout.state_layout import PIECE_BYTES_MAX, StateLayout
 from tandem.errors import UnsupportedModel
-from tandem.models.config.linear_attention import GatedDelta, Mamba2, ShortConv
+from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2, ShortConv
 from tandem.models.config.model import ModelConfig
 
 SIZES = {
@@ -119,6 +120,37 @@ def test_heads_have_room_for_channels_that_they_cannot_share_equally() -> None:
     layout = StateLayout.of(sizes, num_slots=1, num_layers=36, block_size=16)
     assert layout.conv_shape == (3, 70)
     assert layout.layer_bytes == 4 * (128 * 64 + 3 * 70) + 56  # padded to 64 bytes
+
+
+def test_ranks_have_the_channels_of_their_heads() -> None:
+    sizes = read_sizes(
+        NEMOTRON, n_groups=1, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=21
+    )
+    assert sizes.sections[1:] == [21, 21]
+    parts = [sizes.channels_of(range(first, first + 2))[1] for first in (0, 2)]
+    assert parts == [range(12), range(12, 21)]  # the last head has 3 channels, others 6
+    conv = read_sizes(LFM2, hidden_size=256)
+    assert (conv.num_heads, conv.num_outputs) == (4, 256)
+    assert conv.channels_of(range(1, 2)) == [range(64, 128)]
+    assert read_sizes(LFM2, hidden_size=96).num_heads == 1
+
+
+def read_sizes(config: dict[str, Any], **changes: Any) -> LinearAttention:
+    linears = [layer.linear for layer in read(config, **changes).layers]
+    return next(linear for linear in linears if linear is not None)
+
+
+def test_the_heads_of_a_rank_have_as_many_pieces_as_all() -> None:
+    """The sizes of Qwen3-Next 80B, whose states have 77 MB."""
+    delta = GatedDelta(16, 32, key_dim=128, value_dim=128, kernel=4)
+    layout = StateLayout.of(delta, num_slots=2, num_layers=36, block_size=16)
+    assert layout.block_bytes // layout.num_pieces <= PIECE_BYTES_MAX
+    assert layout.num_pieces < 2 * layout.block_bytes / PIECE_BYTES_MAX
+    for num_ranks in (2, 4, 8, 16):
+        own = replace(layout, num_kv_heads=32 // num_ranks)
+        assert own.num_pieces == layout.num_pieces
+        assert own.block_bytes % own.num_pieces == 0
+        assert own.block_bytes * num_ranks == layout.block_bytes
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,50 @@ def test_of_a_layer_with_experts_the_shared_mlp_has_adapters() -> None:
         read_modules(_DEFAULTS | {"target_modules": ["up_proj"]}, model)
 
 
+HYBRID = ModelConfig.from_hf(
+    _HF
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 40,
+        "num_local_experts": 0,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+    }
+)
+
+
+def test_modules_of_layers_with_states_have_the_names_of_checkpoints() -> None:
+    settings = {"target_modules": ["in_proj", "output_linear"], "layers_to_transform": [1, 2]}
+    patterns = {"rank_pattern": {"2.mamba.in_proj": 3}}
+    found = read_modules(_DEFAULTS | settings | patterns, HYBRID)
+    assert {name: module.rank for name, module in found.items()} == {
+        "model.layers.2.linear_attn.in_proj": 3,
+        "model.layers.1.mlp.down_proj": 8,
+        "model.layers.2.mlp.down_proj": 8,
+    }
+    expression = {"target_modules": r".*\.mamba\.out_proj"}
+    assert list(read_modules(_DEFAULTS | expression, HYBRID)) == [
+        "model.layers.0.linear_attn.out_proj",
+        "model.layers.2.linear_attn.out_proj",
+    ]
+    for target in (["conv1d"], r".*\.(conv1d|in_proj)"):
+        with pytest.raises(UnsupportedModel, match=r"conv1d.*, which is not supported; supported"):
+            read_modules(_DEFAULTS | {"target_modules": target}, HYBRID)
+
+
+def test_an_adapter_of_a_layer_with_a_state_is_read_by_its_names(tmp_path: Path) -> None:
+    targets = ["in_proj", "out_proj", "input_linear"]
+    write_adapter(tmp_path, HYBRID, target_modules=targets)
+    stored = load_file(tmp_path / WEIGHTS_FILE)
+    assert "base_model.model.model.layers.0.mamba.in_proj.lora_A.weight" in stored
+    folder = open_lora(str(tmp_path), HYBRID, rank_max=8)
+    assert len(folder.modules) == 7
+    assert all(name in stored for names in folder.tensors.values() for name in names)
+
+
 def test_all_linear_is_all_but_the_output() -> None:
     found = modules_of(target_modules="all-linear")
     assert len(found) == 3 * 7

@@ -52,9 +52,12 @@ if TYPE_CHECKING:
     from tandem.common.config.engine import EngineOptions
     from tandem.common.kv_budget import KvBudget
 
-# A sequence may need a frozen state to resume after, its running state, and a frozen state that is
-# transferred.
-_SLOTS_MIN = 3
+# A sequence that is computed may need three slots: a frozen state to resume after, its running
+# state, and a frozen state that is transferred.
+SLOTS_OF_SEQUENCE = 3
+# A sequence that awaits its states from a peer holds the latter two. Beside it, there must be room
+# for a prompt that is computed for that peer.
+_SLOTS_MIN = SLOTS_OF_SEQUENCE + 2
 
 # Maximum number of tokens in a step on a CPU, unless --max-tokens-per-step is given.
 STEP_TOKENS = 512

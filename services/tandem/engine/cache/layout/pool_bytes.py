@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import torch
 
@@ -27,11 +29,25 @@ class PoolBytes:
 
     def read(self, block_ids: list[int]) -> memoryview:
         """Returns a copy of the blocks' bytes, concatenated in the order of `block_ids`."""
-        raise NotImplementedError
+        return self.read_spans([self._spans.span(block_id) for block_id in block_ids])
 
     def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
         """Copies `data`, the concatenated bytes of these blocks, into the pools. Raises
         InternalError if the size does not match."""
+        spans = [self._spans.span(block_id) for block_id in block_ids]
+        if (num_bytes := _num_bytes(spans)) != len(data):
+            raise InternalError(
+                f"{len(block_ids)} KV blocks have {num_bytes} bytes, but {len(data)} bytes were "
+                "given"
+            )
+        self.write_spans(spans, data)
+
+    def read_spans(self, spans: Sequence[slice]) -> memoryview:
+        """Returns a copy of these bytes of the memory, concatenated."""
+        raise NotImplementedError
+
+    def write_spans(self, spans: Sequence[slice], data: bytes | memoryview) -> None:
+        """Copies `data` to these bytes of the memory. `data` must have as many bytes."""
         raise NotImplementedError
 
     def read_probe(self, num_bytes: int) -> memoryview:
@@ -42,25 +58,6 @@ class PoolBytes:
         """Copies `data` to the pools' device, as `write` does, but not into a pool."""
         raise NotImplementedError
 
-    def _pairs(
-        self, block_ids: list[int], num_bytes: int | None = None
-    ) -> list[tuple[slice, slice]]:
-        """Returns, for each block, its span in the pools and its span in the concatenated bytes.
-
-        Raises InternalError if the blocks do not have `num_bytes` bytes in all.
-        """
-        pairs = []
-        first = 0
-        for span in map(self._spans.span, block_ids):
-            size = span.stop - span.start
-            pairs.append((span, slice(first, first + size)))
-            first += size
-        if num_bytes is not None and num_bytes != first:
-            raise InternalError(
-                f"{len(block_ids)} KV blocks have {first} bytes, but {num_bytes} bytes were given"
-            )
-        return pairs
-
 
 class HostPoolBytes(PoolBytes):
     """Pools in host memory. Blocks are copied one by one, which is ten times faster than torch's
@@ -70,16 +67,15 @@ class HostPoolBytes(PoolBytes):
         super().__init__(kv, layout)
         self._host = self._memory.numpy()
 
-    def read(self, block_ids: list[int]) -> memoryview:
-        data = np.empty(self._spans.num_bytes(block_ids), np.uint8)
-        for span, place in self._pairs(block_ids):
+    def read_spans(self, spans: Sequence[slice]) -> memoryview:
+        data = np.empty(_num_bytes(spans), np.uint8)
+        for span, place in _pairs(spans):
             data[place] = self._host[span]
         return data.data.cast("B")
 
-    def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
-        pairs = self._pairs(block_ids, len(data))
+    def write_spans(self, spans: Sequence[slice], data: bytes | memoryview) -> None:
         rows = np.frombuffer(data, np.uint8)
-        for span, place in pairs:
+        for span, place in _pairs(spans):
             self._host[span] = rows[place]
 
     def read_probe(self, num_bytes: int) -> memoryview:
@@ -97,18 +93,17 @@ class PinnedPoolBytes(PoolBytes):
     copy runs after earlier steps and before later ones.
     """
 
-    def read(self, block_ids: list[int]) -> memoryview:
-        staging = self._staging(self._spans.num_bytes(block_ids))
-        for span, place in self._pairs(block_ids):
+    def read_spans(self, spans: Sequence[slice]) -> memoryview:
+        staging = self._staging(_num_bytes(spans))
+        for span, place in _pairs(spans):
             staging[place].copy_(self._memory[span], non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()
         return staging.numpy().data.cast("B")
 
-    def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
-        pairs = self._pairs(block_ids, len(data))
+    def write_spans(self, spans: Sequence[slice], data: bytes | memoryview) -> None:
         staging = self._staging(len(data))
         np.copyto(staging.numpy(), np.frombuffer(data, np.uint8))
-        for span, place in pairs:
+        for span, place in _pairs(spans):
             self._memory[span].copy_(staging[place], non_blocking=True)
 
     def read_probe(self, num_bytes: int) -> memoryview:
@@ -123,3 +118,16 @@ class PinnedPoolBytes(PoolBytes):
 
     def _staging(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _num_bytes(spans: Sequence[slice]) -> int:
+    return sum(span.stop - span.start for span in spans)
+
+
+def _pairs(spans: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
+    """Yields each span with its span in the concatenated bytes."""
+    first = 0
+    for span in spans:
+        end = first + span.stop - span.start
+        yield span, slice(first, end)
+        first = end

@@ -7,12 +7,12 @@ the state of one layer and one head, in float32:
 
 `conv` has the last inputs of the convolution, the oldest first. The heads share the channels of
 each section of the convolution (`head_sections`), such as q, k and v of Gated DeltaNet. A part is
-padded to a multiple of 64 bytes. A short convolution has one head without a matrix.
+padded to a multiple of 64 bytes. The heads of a short convolution have no matrix.
 
 A slot is to a state group what a block is to other groups. So the bytes of a slot are contiguous,
 and a tensor-parallel rank has neighbouring heads of it. A slot of a large model has many times the
 bytes of a block. So it is transferred in pieces (`num_pieces`), each of which has a block id of its
-own (kv_groups.py).
+own (kv_groups.py). The heads of a rank have as many pieces as all heads, which are then smaller.
 """
 
 from __future__ import annotations
@@ -69,9 +69,11 @@ class StateLayout(BlockLayout):
 
     @property
     def num_pieces(self) -> int:
-        """Number of pieces of equal size into which a slot is divided for transfers. A piece has
-        whole parts, and at most PIECE_BYTES_MAX bytes if a part has no more."""
-        return _num_pieces(self.num_kv_heads * self.num_layers, self.block_bytes, PIECE_BYTES_MAX)
+        """Number of pieces of equal size into which a slot is divided for transfers, such that a
+        piece of a slot with all heads has at most PIECE_BYTES_MAX bytes. It is the same for the
+        heads of a rank. The bytes of each number of heads can be divided into so many pieces."""
+        slot_bytes = self.linear.num_heads * self.head_bytes
+        return _num_pieces(self.head_bytes // _ALIGNMENT_BYTES, slot_bytes, PIECE_BYTES_MAX)
 
     def describe(self) -> str:
         (keys, values), (taps, channels) = self.matrix_shape, self.conv_shape
@@ -82,9 +84,10 @@ class StateLayout(BlockLayout):
 
 
 @lru_cache  # every use of a block id asks for it
-def _num_pieces(num_parts: int, slot_bytes: int, bytes_max: int) -> int:
+def _num_pieces(num_lines: int, slot_bytes: int, bytes_max: int) -> int:
+    """`num_lines` is the number of cache lines of one head."""
     return next(
         num
-        for num in range(1, num_parts + 1)
-        if num_parts % num == 0 and (slot_bytes // num <= bytes_max or num == num_parts)
+        for num in range(1, num_lines + 1)
+        if num_lines % num == 0 and (slot_bytes // num <= bytes_max or num == num_lines)
     )

@@ -326,7 +326,7 @@ class NativeDecoder:
 
     def pack_adapter(self, weights: LoraWeights) -> PackedLora:
         """Packs an adapter for `adapters.add`. May run in any thread."""
-        return PackedLora(self._library, weights)
+        return PackedLora(self._library, weights, self._config.num_qkv)
 
     def take_stages(self) -> dict[Stage, float]:
         """Returns the seconds spent in each stage of a step since the last call of this method."""
@@ -436,7 +436,7 @@ class NativeDecoder:
             norm=self._packer.floats(norm * weights.output_factor),
             form=_form(sizes),
             has_norm=weights.norm is not None,
-            num_k_heads=_num_key_heads(sizes),
+            num_k_heads=sizes.num_k_heads,
             num_v_heads=sizes.num_heads,
             key_dim=sizes.key_dim,
             value_dim=sizes.num_outputs // sizes.num_heads,
@@ -494,12 +494,6 @@ def _form(sizes: LinearAttention) -> StateForm:
     if isinstance(sizes, GatedDelta):
         return StateForm.GATED_DELTA
     return StateForm.MAMBA2 if isinstance(sizes, Mamba2) else StateForm.SHORT_CONV
-
-
-def _num_key_heads(sizes: LinearAttention) -> int:
-    if isinstance(sizes, GatedDelta):
-        return sizes.num_key_heads
-    return sizes.num_groups if isinstance(sizes, Mamba2) else 1
 
 
 def _inner(spec: LayerSpec) -> int:

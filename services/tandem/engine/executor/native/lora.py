@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from ctypes import pointer
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from tandem.engine.executor.native.packing import KINDS, HugePages
-from tandem.engine.executor.weights.lora import LoraWeights, Parts
+from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights, Parts
 from tandem.engine.scheduler.batch import SequenceSlice
 from tandem_kernels.lora import LoraHeads
 from tandem_kernels.native import library
@@ -25,7 +26,9 @@ _LoraLayer = library.LoraLayer
 class PackedLora:
     """The packed A and B matrices of one adapter. May be created in any thread."""
 
-    def __init__(self, library: Library, weights: LoraWeights) -> None:
+    def __init__(self, library: Library, weights: LoraWeights, num_qkv: int) -> None:
+        """`num_qkv` is the number of outputs of q, k and v, after which the product of these
+        matrices has those of the gates of attention."""
         self._library = library
         self._huge_pages = HugePages()
         self._kept: list[Any] = []  # objects to which C++ has pointers
@@ -33,13 +36,18 @@ class PackedLora:
         # The largest rank of the adapter's products. For example, if the A matrices of q, k and v
         # have 8 rows each, the fused product of q, k and v has rank 24.
         self.rank = 0
+
+        def with_gates(layer: LoraLayer) -> LoraLayer:
+            gates = (replace(part, first=num_qkv + part.first) for part in layer.attention_gate)
+            return replace(layer, qkv=(*layer.qkv, *gates))
+
         self.layers = (_LoraLayer * len(weights.layers))(
             *(
                 _LoraLayer(
                     *(self._product(getattr(layer, name)) for name in _PRODUCTS),
                     *(self._heads(getattr(layer, name)) for name in _HEADS),
                 )
-                for layer in weights.layers
+                for layer in map(with_gates, weights.layers)
             )
         )
 

@@ -193,19 +193,20 @@ class Decoder:
                     attend = attentions[place.group, spec.window, spec.is_chunked]
                     attended = attend(place.number, queries, layer.sinks, choice)
                     attended = attended[..., : self._config.value_dim]
-                if layer.latent is not None:
-                    latents = attended[..., : layer.latent.values.shape[-1]]
-                    attended = self._kernels.linear_of_heads(latents, layer.latent.values)
-                    attended = lora.add_of_heads(index, "latent_values", attended, latents)
+                    if layer.latent is not None:
+                        latents = attended[..., : layer.latent.values.shape[-1]]
+                        attended = self._kernels.linear_of_heads(latents, layer.latent.values)
+                        attended = lora.add_of_heads(index, "latent_values", attended, latents)
+                    attended = attended.flatten(1)
+                    if layer.attention_gate is not None:
+                        gates = self._project(normed, (layer.attention_gate,))
+                        gates = lora.add(index, "attention_gate", gates, normed)
+                        gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
+                        attended = attended * torch.sigmoid(gates)
+                    attended = self._inputs_of_all(attended)
                 if state_place is not None:
-                    attended = (
-                        of_state if place is None else torch.cat((attended.flatten(1), of_state), 1)
-                    )
-                attended = attended.flatten(1)
-                if layer.attention_gate is not None:
-                    gates = self._project(normed, (layer.attention_gate,))
-                    gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
-                    attended = attended * torch.sigmoid(gates)
+                    of_state = self._inputs_of_all(of_state)
+                    attended = of_state if place is None else torch.cat((attended, of_state), 1)
                 assert layer.attention_out is not None
                 share = self._out(index, "attention_out", layer.attention_out, attended, lora)
                 delta = whole_of(self._ranks, self._config.hidden_size, share)
@@ -373,22 +374,24 @@ class Decoder:
         spans: Sequence[StateSpan],
     ) -> torch.Tensor:
         """Computes a layer that keeps a state up to its output matrix. `projected` is the product
-        of its first matrices (`LayerWeights.qkv`). Updates the states of the spans. Returns
-        [rows, outputs]."""
+        of its first matrices (`LayerWeights.qkv`). Updates the states of the spans. Returns the
+        outputs of this rank's heads, [rows, outputs]."""
+        heads = self._ranks.share.of(sizes.num_heads)
+        sections = [len(channels) for channels in sizes.channels_of(heads)]
 
         def convolve(
             channels: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor] | None
         ) -> list[torch.Tensor]:
             biases = (
-                [None] * len(sizes.sections)
+                [None] * len(sections)
                 if weights.conv_bias is None
-                else torch.split(weights.conv_bias, sizes.sections)
+                else torch.split(weights.conv_bias, sections)
             )
             return [
                 causal_conv1d(x, taps, bias, inputs, spans, activation)
                 for x, taps, bias, inputs in zip(
-                    torch.split(channels, sizes.sections, 1),
-                    torch.split(weights.conv, sizes.sections),
+                    torch.split(channels, sections, 1),
+                    torch.split(weights.conv, sections),
                     biases,
                     torch.split(conv_states, sizes.head_sections, -1),
                     strict=True,
@@ -398,20 +401,19 @@ class Decoder:
         if isinstance(sizes, ShortConv):
             before, after, x = projected.chunk(3, 1)
             return after * convolve(before * x, None)[0]
-        num_rows, num_heads = len(projected), sizes.num_heads
+        num_rows, num_heads = len(projected), len(heads)
+        num_outputs = num_heads * sizes.value_dim
         assert weights.a_log is not None
         assert weights.dt_bias is not None
         if isinstance(sizes, Mamba2):
             assert weights.skip is not None
-            z, channels, dt = torch.split(
-                projected, [sizes.num_outputs, sizes.num_channels, num_heads], 1
-            )
+            z, channels, dt = torch.split(projected, [num_outputs, sum(sections), num_heads], 1)
             x, b, c = convolve(channels, silu)
             out = self._kernels.mamba2(
                 x.view(num_rows, num_heads, -1),
                 dt,
-                b.view(num_rows, sizes.num_groups, -1),
-                c.view(num_rows, sizes.num_groups, -1),
+                self._keys_of_heads(sizes, b),
+                self._keys_of_heads(sizes, c),
                 weights.a_log,
                 weights.skip,
                 weights.dt_bias,
@@ -421,21 +423,20 @@ class Decoder:
             )
             out = out.flatten(1)
             if weights.norm is None:
-                out = (out.float() * silu(z.float())).to(out.dtype)
+                out = (out.float() * silu(z.float().contiguous())).to(out.dtype)
             else:
-                size = sizes.num_outputs // sizes.num_groups
-                out = rms_norm_of_gated(out, z, weights.norm, self._config.rms_norm_eps, size)
+                out = self._norm_of_gated(sizes, weights.norm, out, z)
             return out if weights.output_factor == 1.0 else out * weights.output_factor
         assert weights.norm is not None
         channels, z, b, a = torch.split(
-            projected, [sizes.num_channels, sizes.num_outputs, num_heads, num_heads], 1
+            projected, [sum(sections), num_outputs, num_heads, num_heads], 1
         )
         q, k, v = convolve(channels, silu)
         log_decay, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
         beta = beta * sizes.rate_max
         out = self._kernels.gated_delta_rule(
-            q.view(num_rows, -1, sizes.key_dim),
-            k.view(num_rows, -1, sizes.key_dim),
+            self._keys_of_heads(sizes, q),
+            self._keys_of_heads(sizes, k),
             v.view(num_rows, -1, sizes.value_dim),
             log_decay,
             beta,
@@ -447,13 +448,44 @@ class Decoder:
         out = gated_rms_norm(out, gates, weights.norm, eps)
         return out.flatten(1)
 
+    def _keys_of_heads(self, sizes: LinearAttention, own: torch.Tensor) -> torch.Tensor:
+        """Returns q or k for this rank's heads, [rows, heads, key dim], where equally many
+        consecutive heads of the state share one of q or k. `own` has the channels of q or k in this
+        rank's part of the states. If they are not those of its heads, the ranks exchange them."""
+        share = self._ranks.share
+        num = sizes.num_k_heads * sizes.key_dim
+        if share.num_ranks == 1 or sizes.shares_nothing(share.num_ranks):
+            return own.view(len(own), -1, sizes.key_dim)
+        heads = share.of(sizes.num_heads)
+        room = -(-num // sizes.num_heads) * len(heads)  # the last ranks may have fewer channels
+        padded = torch.nn.functional.pad(own, (0, room - own.shape[1]))
+        whole = self._ranks.gather(padded, room * share.num_ranks)[:, :num]
+        of_heads = [head * sizes.num_k_heads // sizes.num_heads for head in heads]
+        return whole.reshape(len(own), -1, sizes.key_dim)[:, of_heads]
+
+    def _norm_of_gated(
+        self, sizes: Mamba2, weight: torch.Tensor, out: torch.Tensor, z: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the norm of out * silu(z) over groups of heads. `out` and `z` are [rows, outputs]
+        of this rank's heads. Ranks that share a group exchange both."""
+        size, width = sizes.num_outputs // sizes.num_groups, out.shape[1]
+        is_shared = len(weight) > width
+        if is_shared:
+            out, z = (self._ranks.gather(part, sizes.num_outputs) for part in (out, z))
+        normed = rms_norm_of_gated(out, z, weight, self._config.rms_norm_eps, size)
+        return own_heads(self._ranks.share, normed, width) if is_shared else normed
+
     def _out(
         self, index: int, product: ProductName, matrix: Linear, x: torch.Tensor, lora: StepLora
     ) -> torch.Tensor:
-        """Multiplies activations, of which this rank has computed `x`, by a matrix whose product is
-        added to the residual stream. Returns this rank's share of the product."""
-        x = inputs_of(self._ranks, x, matrix.weight.shape[1])
+        """Multiplies activations by a matrix whose product is added to the residual stream. `x` are
+        those that this rank's share of the matrix needs. Returns its share of the product."""
         return lora.add(index, product, self._project(x, (matrix,)), x)
+
+    def _inputs_of_all(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns the activations that this rank's share of a matrix needs. All ranks have computed
+        equally many of them, this rank `own`."""
+        return inputs_of(self._ranks, own, own.shape[1] * self._ranks.share.num_ranks)
 
     def _mlp(
         self,
@@ -468,7 +500,10 @@ class Decoder:
         """Returns this rank's share of the output; all of it if this rank has the whole MLP."""
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
         if not self._config.has_gates:
-            return self._project(relu(gate_up).square(), (mlp.down,))
+            squares = relu(gate_up).square()
+            if not is_whole:
+                squares = inputs_of(self._ranks, squares, mlp.down.weight.shape[1])
+            return lora.add(index, "down", self._project(squares, (mlp.down,)), squares)
         gate, up = gate_up.chunk(2, dim=-1)
         if self._ranks is not ALONE and not is_whole:
             # The bits of an activation function depend on whether torch computes an element in a

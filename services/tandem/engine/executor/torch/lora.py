@@ -17,7 +17,7 @@ from tandem_kernels.lora import (
     add_lora_of_heads,
 )
 
-ProductName = Literal["qkv", "q_out", "attention_out", "gate_up", "down"]
+ProductName = Literal["qkv", "q_out", "attention_out", "attention_gate", "gate_up", "down"]
 HeadsName = Literal["latent_keys", "latent_values"]
 
 

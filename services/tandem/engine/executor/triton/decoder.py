@@ -136,7 +136,7 @@ class TritonDecoder:
                 assert isinstance(spec.linear, GatedDelta)
                 assert layer.state is not None
                 attended = delta_layer(
-                    spec.linear,
+                    spec.linear.of_rank(self._ranks.share.num_ranks),
                     layer.state,
                     projected,
                     step,

@@ -45,8 +45,11 @@ from tandem.engine.executor.weights.rotary_rows import (
     RotatedRows,
     head_rows,
     indexer_rows,
+    joined_delta_rows,
+    query_and_gate_rows,
     query_rows,
     rotary_rows,
+    rows_of_heads,
     token_products,
 )
 from tandem.engine.executor.weights.share import (
@@ -220,7 +223,8 @@ class _RankLayers(_LoadedByAccess):
         self._device = device
 
     def _load(self, index: int) -> LayerWeights:
-        layer = share_of_layer(self._layers[index], self._config, self._share)
+        spec = self._config.layers[index]
+        layer = share_of_layer(self._layers[index], self._config, spec, self._share)
         if self._device.type == "cpu":
             return layer  # views of the mapped files, which all ranks share
         moved: LayerWeights = _moved(layer, self._device)
@@ -446,16 +450,11 @@ class _Builder:
     def _gated_qkv(self, name: str, rope: Rope) -> tuple[tuple[Linear, ...], Linear]:
         """Returns the matrices q, k and v, and the matrix of the gates on attention's output.
         q_proj has the rows of the query and then of the gate of each head."""
-        size = self._config.head_dim
-        elements = torch.arange(size)
-        order = head_rows(self._config, rope)
-        order = elements if order is None else order
         q, k, v = self._blocks_or_numbers([f"{name}.{part}_proj.weight" for part in "qkv"])
-        num_heads, num_kv_heads = self._config.num_attention_heads, self._config.num_kv_heads
-        queries = _with_rows(q, _rows_of_heads(num_heads, 2 * size, order))
-        gates = _with_rows(q, _rows_of_heads(num_heads, 2 * size, size + elements))
-        keys = _with_rows(k, _rows_of_heads(num_kv_heads, size, order))
-        return (queries, keys, v), gates
+        of_queries, of_gates = query_and_gate_rows(self._config, rope)
+        if (order := head_rows(self._config, rope)) is not None:
+            k = _with_rows(k, rows_of_heads(self._config.num_kv_heads, len(order), order))
+        return (_with_rows(q, of_queries), k, v), _with_rows(q, of_gates)
 
     def _state(
         self, name: str, sizes: LinearAttention, *, is_beside: bool
@@ -528,13 +527,10 @@ class _Builder:
         quantized, the others do if their formats allow it. Otherwise none does."""
         tensors = self._tensors
         if f"{name}.in_proj_qkvz.weight" in tensors:
-            # For each key head, the rows of q, k, v and z.
-            values = sizes.group * sizes.value_dim
-            qkvz = tensors.tensor(f"{name}.in_proj_qkvz.weight")
-            qkvz = qkvz.view(sizes.num_key_heads, -1, qkvz.shape[1])
-            sections = torch.split(qkvz, [sizes.key_dim, sizes.key_dim, values, values], 1)
-            q, k, v, z = (rows.flatten(0, 1) for rows in sections)
-            products = [Linear(torch.cat((q, k, v)), None), Linear(z, None)]
+            qkvz = Linear(tensors.tensor(f"{name}.in_proj_qkvz.weight"), None)
+            of_both, _ = joined_delta_rows(sizes)
+            rows = torch.split(of_both, [sizes.num_channels, sizes.num_outputs])
+            products = [_with_rows(qkvz, each) for each in rows]
         else:
             products = self._blocks_or_numbers(
                 [f"{name}.in_proj_{part}.weight" for part in ("qkv", "z")]
@@ -546,9 +542,9 @@ class _Builder:
             rates = [Linear(tensors.tensor(each), None) for each in names]
         else:
             rates = self._blocks_or_numbers(names)
-        if is_joined:  # For each key head, the rows of b and a.
-            rows = torch.arange(2 * sizes.num_value_heads).view(-1, 2, sizes.group)
-            rates = [_with_rows(rates[0], rows[:, part].flatten()) for part in range(2)]
+        if is_joined:
+            _, of_rates = joined_delta_rows(sizes)
+            rates = [_with_rows(rates[0], each) for each in of_rates.chunk(2)]
         return (*products, *rates)
 
     def _blocks_or_numbers(self, names: Sequence[str]) -> list[Linear]:
@@ -649,11 +645,6 @@ def _with_rows(matrix: Linear, rows: torch.Tensor) -> Linear:
         weight = matrix.weight.new_empty(len(rows), matrix.weight.shape[1])
         return Linear(weight, bias, matrix.blocks.in_order(rows))
     return Linear(matrix.weight[rows.to(matrix.weight.device)], bias)
-
-
-def _rows_of_heads(num_heads: int, size: int, elements: torch.Tensor) -> torch.Tensor:
-    """Returns the rows `elements` of each head, in a matrix with `size` rows for each head."""
-    return (torch.arange(num_heads).unsqueeze(1) * size + elements).flatten()
 
 
 def _keys_and_values(

@@ -7,43 +7,49 @@ scale in float32, and then rounded to the compute dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import load
 
 from tandem.engine.executor.weights.rotary_rows import (
     RotatedRows,
+    joined_delta_rows,
+    query_and_gate_rows,
     query_rows,
     rotary_rows,
     token_products,
 )
 from tandem.errors import AdapterUnavailable
+from tandem.models.checkpoint.expert_names import shared_mlp
 from tandem.models.config.latent import Latent
+from tandem.models.config.layers import LayerSpec
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.files import naming
 from tandem.models.lora.adapter import WEIGHTS_FILE, LoraFolder, open_lora
-from tandem.models.lora.targets import SHARED_MLP, linear_shapes
+from tandem.models.lora.targets import has_fused_mlp, layer_shapes
 from tandem_kernels.lora import LoraHeads, LoraPart
 
 if TYPE_CHECKING:
     from tandem.common.adapter import Adapter
 
 Parts = tuple[LoraPart, ...]
-# Product of a decoder -> the names of its matrices. The outputs of the matrices are side by side in
-# the output of the product. `_FUSED_QKV` and `_FUSED_MLP` have the names for models that store the
-# matrices of a product as one matrix. In a layer with experts, the matrices of "gate_up" and "down"
-# are those of the shared MLP.
-_PRODUCTS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q_out": ("self_attn.q_b_proj",),
-    "attention_out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-_FUSED_QKV = {"qkv": ("self_attn.qkv_proj",)}
-_FUSED_MLP = {"gate_up": ("mlp.gate_up_proj",)}
+_PRODUCTS = ("qkv", "q_out", "attention_out", "attention_gate", "gate_up", "down")
+_STATE_OUT = "linear_attn.out_proj"
+
+
+class _Matrix(NamedTuple):
+    """A matrix of a product of the decoder."""
+
+    name: str  # without the prefix of the layer
+    first: int = 0  # the first column of the product's output that the matrix computes
+    # The rows of the matrix that belong to the product, in their order; None: all.
+    rows: torch.Tensor | None = None
+    # The product's inputs that come before and after those of the matrix.
+    num_inputs_around: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class LoraLayer:
     attention_out: Parts
     gate_up: Parts
     down: Parts
+    attention_gate: Parts = ()
     # The fields from here on are for latent attention only.
     q_out: Parts = ()
     latent_keys: LoraHeads | None = None
@@ -101,9 +108,6 @@ def make_layers(
     device: torch.device,
 ) -> tuple[LoraLayer, ...]:
     """Converts an adapter's tensors to the compute dtype and moves them to the device."""
-    names = _names(config)
-    widths = _widths(config)
-    orders = [rotary_rows(config, spec) for spec in config.layers]
     rotated = _rotated_rows(config)
 
     def factors(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -117,24 +121,25 @@ def make_layers(
     def on_device(factor: torch.Tensor) -> torch.Tensor:
         return factor.to(device=device, dtype=dtype).contiguous()
 
-    def parts(layer: int, product: str) -> Parts:
+    def parts(layer: int, matrices: Sequence[_Matrix]) -> Parts:
         made = []
-        first = 0
-        for short in names[product]:
-            if config.layers[layer].experts is not None:
-                short = short.replace("mlp.", SHARED_MLP)
-            if (found := factors(f"model.layers.{layer}.{short}")) is not None:
-                a, b = found
-                if (order := orders[layer].get(short)) is not None:
-                    b = b[order]
-                elif short in rotated:
-                    b = rotated[short].in_halves(b)
-                made.append(LoraPart(first, on_device(a), on_device(b)))
-            first += widths.get(short, 0)
+        for matrix in matrices:
+            if (found := factors(f"model.layers.{layer}.{matrix.name}")) is None:
+                continue
+            a, b = found
+            if matrix.rows is not None:
+                b = b[matrix.rows]
+            elif matrix.name in rotated:
+                b = rotated[matrix.name].in_halves(b)
+            a = torch.nn.functional.pad(a, matrix.num_inputs_around)
+            made.append(LoraPart(matrix.first, on_device(a), on_device(b)))
         return tuple(made)
 
     def lora_layer(layer: int) -> LoraLayer:
-        products: dict[str, Any] = {product: parts(layer, product) for product in _PRODUCTS}
+        matrices = _matrices(config, config.layers[layer])
+        products: dict[str, Any] = {
+            product: parts(layer, matrices.get(product, ())) for product in _PRODUCTS
+        }
         found = factors(f"model.layers.{layer}.self_attn.kv_b_proj")
         if config.latent is None or found is None:
             return LoraLayer(**products)
@@ -168,14 +173,68 @@ def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHea
     )
 
 
-def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Returns `_PRODUCTS` for this model: name of a product of the decoder, such as "qkv" -> names
-    of the matrices with which the product multiplies."""
+def _matrices(config: ModelConfig, spec: LayerSpec) -> dict[str, list[_Matrix]]:
+    """Returns the matrices of each product of a layer. The outputs of those of "qkv" and "gate_up"
+    are side by side. In a layer with experts, "gate_up" and "down" belong to the shared MLP."""
+    shapes = layer_shapes(config, spec)
+    orders = rotary_rows(config, spec)
+    products: dict[str, list[_Matrix]] = {"q_out": [_Matrix("self_attn.q_b_proj")]}
+    if config.has_attention_gates and spec.has_attention:
+        orders["self_attn.q_proj"], of_gates = query_and_gate_rows(config, spec.rope)
+        products["attention_gate"] = [_Matrix("self_attn.q_proj", rows=of_gates)]
+    elif config.has_head_gates:
+        products["attention_gate"] = [_Matrix("self_attn.g_proj")]
+    if isinstance(spec.linear, GatedDelta):
+        joined = (f"linear_attn.in_proj_{part}" for part in ("qkvz", "ba"))
+        orders |= dict(zip(joined, joined_delta_rows(spec.linear), strict=True))
+
+    def side_by_side(names: Sequence[str]) -> list[_Matrix]:
+        found = []
+        first = 0
+        for name in names:
+            rows = orders.get(name)
+            found.append(_Matrix(name, first, rows))
+            first += shapes[name][0] if rows is None else len(rows)
+        return found
+
+    products["qkv"] = side_by_side([*_attention_names(config, spec), *_state_names(spec)])
+    o_proj = shapes.get("self_attn.o_proj", (0, 0))
+    of_state = shapes.get(_STATE_OUT, (0, 0))
+    products["attention_out"] = [
+        _Matrix("self_attn.o_proj", num_inputs_around=(0, of_state[1])),
+        _Matrix(_STATE_OUT, num_inputs_around=(o_proj[1], 0)),
+    ]
+    mlp = "mlp" if spec.experts is None else shared_mlp(spec.experts)
+    parts = ("gate_up_proj",) if has_fused_mlp(config) else ("gate_proj", "up_proj")
+    names = [f"{mlp}.{part}" for part in parts]
+    products["gate_up"] = side_by_side([name for name in names if name in shapes])
+    products["down"] = [_Matrix(f"{mlp}.down_proj")]
+    return products
+
+
+def _attention_names(config: ModelConfig, spec: LayerSpec) -> list[str]:
+    """Returns the names of the matrices that are multiplied by the input of attention."""
+    if not spec.has_attention:
+        return []
     if config.latent is not None:
-        products = token_products(config.latent)
-        return _PRODUCTS | {"qkv": tuple(f"self_attn.{name}" for name, _ in products)}
-    fused = _FUSED_QKV if config.has_fused_qkv else {}
-    return _PRODUCTS | fused | (_FUSED_MLP if config.has_fused_mlp else {})
+        return [f"self_attn.{name}" for name, _ in token_products(config.latent)]
+    parts = ["qkv"] if config.has_fused_qkv else ["q", "k", "v"]
+    return [f"self_attn.{part}_proj" for part in parts]
+
+
+def _state_names(spec: LayerSpec) -> list[str]:
+    """Returns the names of the first matrices of a layer with a state, in the order of their
+    outputs (`LayerWeights.qkv`)."""
+    if spec.linear is None:
+        return []
+    parts = ["in_proj"]
+    if isinstance(spec.linear, GatedDelta):
+        parts = {
+            "": [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")],
+            "joined": ["in_proj_qkvz", "in_proj_ba"],
+            "apart": [f"{part}_proj" for part in "qkvgba"],
+        }[spec.linear.form]
+    return [f"linear_attn.{part}" for part in parts]
 
 
 def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
@@ -185,9 +244,3 @@ def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
         return {}
     products = [*token_products(config.latent), ("q_b_proj", query_rows(config.latent))]
     return {f"self_attn.{name}": rows for name, rows in products}
-
-
-def _widths(config: ModelConfig) -> dict[str, int]:
-    """Returns the number of outputs of each matrix that an adapter may change. The keys are names
-    without the prefix of the layer, such as "self_attn.q_proj"."""
-    return {name.split(".", 3)[3]: num_out for name, (num_out, _) in linear_shapes(config).items()}

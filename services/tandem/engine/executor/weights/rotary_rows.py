@@ -1,5 +1,6 @@
 """Reorders the rows of query and key matrices. RoPE rotates the elements of a head in pairs, and
-the decoders' kernels expect another order of these elements than some checkpoints."""
+the decoders' kernels expect another order of these elements than some checkpoints. Also divides
+matrices that checkpoints store as one."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from tandem.models.config.indexer import Indexer
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
+from tandem.models.config.linear_attention import GatedDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.config.rope import Rope
 
@@ -36,6 +38,35 @@ def head_rows(config: ModelConfig, rope: Rope) -> torch.Tensor | None:
     return torch.cat([torch.cat(parts) for parts in zip(halves, unrotated, strict=True)])
 
 
+def rows_of_heads(num_heads: int, size: int, elements: torch.Tensor) -> torch.Tensor:
+    """Returns the rows `elements` of each head, in a matrix with `size` rows for each head."""
+    return (torch.arange(num_heads).unsqueeze(1) * size + elements).flatten()
+
+
+def query_and_gate_rows(config: ModelConfig, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rows of the queries, in the order that the kernels expect, and of the gates on
+    attention's output, in a matrix that has the query and then the gate of each head."""
+    size, num_heads = config.head_dim, config.num_attention_heads
+    elements = torch.arange(size)
+    order = head_rows(config, rope)
+    order = elements if order is None else order
+    return (
+        rows_of_heads(num_heads, 2 * size, order),
+        rows_of_heads(num_heads, 2 * size, size + elements),
+    )
+
+
+def joined_delta_rows(sizes: GatedDelta) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the order of the rows of the two joined matrices of Gated DeltaNet in which q, k, v
+    and z follow each other, and so do b and a. The matrices have these parts for each key head."""
+    values = sizes.group * sizes.value_dim
+    num = 2 * sizes.key_dim + 2 * values
+    rows = torch.arange(sizes.num_key_heads * num).view(-1, num)
+    parts = torch.split(rows, [sizes.key_dim, sizes.key_dim, values, values], 1)
+    rates = torch.arange(2 * sizes.num_value_heads).view(-1, 2, sizes.group)
+    return torch.cat([part.flatten() for part in parts]), rates.transpose(0, 1).flatten()
+
+
 def rotary_rows(config: ModelConfig, spec: LayerSpec) -> dict[str, torch.Tensor]:
     """Returns the order in which the kernels expect the rows of the matrices q, k and v, and of one
     matrix with the rows of all three. Item i of an order is the number of the checkpoint's row that
@@ -45,7 +76,7 @@ def rotary_rows(config: ModelConfig, spec: LayerSpec) -> dict[str, torch.Tensor]
     num_kv_heads = config.heads_of(spec).num_kv
 
     def of_heads(num_heads: int) -> torch.Tensor:
-        return (torch.arange(num_heads).unsqueeze(1) * config.head_dim + of_head).flatten()
+        return rows_of_heads(num_heads, config.head_dim, of_head)
 
     rotated = of_heads(config.num_attention_heads + num_kv_heads)
     num_values = num_kv_heads * (config.value_dim or config.head_dim)

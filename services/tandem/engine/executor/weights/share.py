@@ -9,6 +9,9 @@ experts, with              its share of the experts, each of them whole
 attention output, down     its share of the outputs; with `splits_inputs` its share of the inputs
 output (vocabulary)        its share of the outputs
 embedding                  its share of each token's elements; all of it if it is quantized
+states                     the matrices, channels and factors of its own heads. The norm of Mamba
+                           2 is whole if ranks share one of its groups.
+gates of attention         those of its own heads
 latent attention           the matrices of its own heads, and all of the matrices that compute
                            the latents
 norms, routers of experts  all
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,10 +33,12 @@ from tandem.engine.executor.weights.decoder_weights import (
     LayerWeights,
     Linear,
     Mlp,
+    StateWeights,
     joined,
 )
 from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights, Parts
 from tandem.models.config.layers import LayerSpec
+from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.lora import LoraHeads, LoraPart
 
@@ -75,19 +80,33 @@ class Share(NamedTuple):
 WHOLE = Share(0, 1)
 
 
-def share_of_layer(layer: LayerWeights, config: ModelConfig, share: Share) -> LayerWeights:
+def share_of_layer(
+    layer: LayerWeights, config: ModelConfig, spec: LayerSpec, share: Share
+) -> LayerWeights:
     """Returns the part of a layer's weights that a rank needs. `config` is the whole model's. The
-    tensors are views of the layer's tensors."""
+    tensors are views of the layer's tensors where its rows or columns are contiguous."""
     heads = share.of(config.num_attention_heads)
     mlp = layer.mlp
-    # Models in which a layer lacks one of these have states, which ranks do not share.
-    assert layer.attention_out is not None
-    assert mlp is not None
+    if layer.attention_out is not None:
+        outputs, inputs = _qkv_outputs(config, spec, share), _out_inputs(config, spec, share)
+        factors = layer.projected_factors
+        layer = replace(
+            layer,
+            qkv=_rows(layer.qkv, outputs),
+            attention_out=_out(layer.attention_out, inputs, share),
+            projected_factors=None if factors is None else _parts_of(factors, outputs),
+        )
+    if layer.state is not None:
+        assert spec.linear is not None
+        layer = replace(layer, state=_state(layer.state, spec.linear, share))
+    if (gate := layer.attention_gate) is not None:
+        own = _times(heads, len(gate.weight) // config.num_attention_heads)
+        layer = replace(layer, attention_gate=_rows((gate,), [own])[0])
+    if mlp is not None:
+        own_mlp = _experts(mlp, share) if isinstance(mlp, ExpertWeights) else _mlp(mlp, share)
+        layer = replace(layer, mlp=own_mlp)
     return replace(
         layer,
-        qkv=_rows(layer.qkv, _qkv_outputs(config, share)),
-        attention_out=_out(layer.attention_out, _attention_inputs(config, share), share),
-        mlp=_experts(mlp, share) if isinstance(mlp, ExpertWeights) else _mlp(mlp, share),
         sinks=None if layer.sinks is None else layer.sinks[heads.start : heads.stop],
         latent=None if layer.latent is None else _latent(layer.latent, config, share),
     )
@@ -98,25 +117,29 @@ def share_of_lora(weights: LoraWeights, config: ModelConfig, share: Share) -> Lo
     outputs, it has the same rows of B and all of A."""
     own = share.of(config.num_attention_heads)
     heads = slice(own.start, own.stop)
+    gate_dim = config.head_dim if config.has_attention_gates else 1
 
     def of_heads(found: LoraHeads | None) -> LoraHeads | None:
         return None if found is None else LoraHeads(found.a[heads], found.b[heads])
 
-    def out(parts: Parts, inputs: range) -> Parts:
+    def out(parts: Parts, inputs: Sequence[range]) -> Parts:
         if not share.splits_inputs:
             return _lora_rows(parts, [share.of(config.hidden_size)])
-        columns = slice(inputs.start, inputs.stop)
-        return tuple(replace(part, a=part.a[:, columns].contiguous()) for part in parts)
+        return tuple(replace(part, a=_columns(part.a, inputs).contiguous()) for part in parts)
 
     def layer(whole: LoraLayer, spec: LayerSpec) -> LoraLayer:
-        num_inner = spec.experts.shared_inner if spec.experts else config.intermediate_size
+        num_inner = spec.inner or config.intermediate_size
+        if spec.experts is not None:
+            num_inner = spec.experts.shared_inner
         inner = share.of(num_inner)
+        gate_up = [inner, _after(num_inner, inner)]
         return LoraLayer(
-            qkv=_lora_rows(whole.qkv, _qkv_outputs(config, share)),
+            qkv=_lora_rows(whole.qkv, _qkv_outputs(config, spec, share)),
             q_out=_lora_rows(whole.q_out, [_queries(config, share)]),
-            attention_out=out(whole.attention_out, _attention_inputs(config, share)),
-            gate_up=_lora_rows(whole.gate_up, [inner, _after(num_inner, inner)]),
-            down=out(whole.down, inner),
+            attention_gate=_lora_rows(whole.attention_gate, [_times(own, gate_dim)]),
+            attention_out=out(whole.attention_out, _out_inputs(config, spec, share)),
+            gate_up=_lora_rows(whole.gate_up, gate_up if config.has_gates else [inner]),
+            down=out(whole.down, [inner]),
             latent_keys=of_heads(whole.latent_keys),
             latent_values=of_heads(whole.latent_values),
         )
@@ -137,11 +160,12 @@ def joined_products(layer: LayerWeights) -> LayerWeights:
         return replace(weights, gate_up=joined_parts(weights.gate_up))
 
     mlps = layer.mlp
-    assert mlps is not None
+    if layer.qkv:
+        layer = replace(layer, qkv=joined_parts(layer.qkv))
     if isinstance(mlps, ExpertWeights):
         shared = None if mlps.shared is None else mlp(mlps.shared)
-        return replace(layer, qkv=joined_parts(layer.qkv), mlp=replace(mlps, shared=shared))
-    return replace(layer, qkv=joined_parts(layer.qkv), mlp=mlp(mlps))
+        return replace(layer, mlp=replace(mlps, shared=shared))
+    return layer if mlps is None else replace(layer, mlp=mlp(mlps))
 
 
 def joined_parts(parts: tuple[Linear, ...]) -> tuple[Linear, ...]:
@@ -160,10 +184,11 @@ def joined_parts(parts: tuple[Linear, ...]) -> tuple[Linear, ...]:
 
 
 def _mlp(mlp: Mlp, share: Share) -> Mlp:
-    num_inner = sum(len(part.weight) for part in mlp.gate_up) // 2
+    num_inner = mlp.down.weight.shape[1]
     own = share.of(num_inner)
-    gate_up = _rows(mlp.gate_up, [own, _after(num_inner, own)])
-    return Mlp(gate_up, _out(mlp.down, own, share))
+    has_gates = sum(len(part.weight) for part in mlp.gate_up) > num_inner
+    outputs = [own, _after(num_inner, own)] if has_gates else [own]
+    return Mlp(_rows(mlp.gate_up, outputs), _out(mlp.down, [own], share))
 
 
 def _experts(weights: ExpertWeights, share: Share) -> ExpertWeights:
@@ -197,36 +222,101 @@ def _queries(config: ModelConfig, share: Share) -> range:
     return _times(share.of(config.num_attention_heads), size)
 
 
-def _qkv_outputs(config: ModelConfig, share: Share) -> list[range]:
+def _state(weights: StateWeights, sizes: LinearAttention, share: Share) -> StateWeights:
+    heads = share.of(sizes.num_heads)
+    channels = _consecutive(sizes.sections, sizes.channels_of(heads))
+
+    def of_heads(numbers: torch.Tensor | None) -> torch.Tensor | None:
+        return None if numbers is None else numbers[heads.start : heads.stop]
+
+    norm = weights.norm
+    if norm is not None and isinstance(sizes, Mamba2) and sizes.num_groups % share.num_ranks == 0:
+        own = _times(heads, sizes.value_dim)
+        norm = norm[own.start : own.stop]
+    return replace(
+        weights,
+        conv=_parts_of(weights.conv, channels),
+        conv_bias=None if weights.conv_bias is None else _parts_of(weights.conv_bias, channels),
+        a_log=of_heads(weights.a_log),
+        dt_bias=of_heads(weights.dt_bias),
+        skip=of_heads(weights.skip),
+        norm=norm,
+    )
+
+
+def _state_outputs(sizes: LinearAttention, share: Share) -> list[range]:
+    """Returns the outputs that a rank has of the first matrices of a layer with a state
+    (`LayerWeights.qkv`)."""
+    heads = share.of(sizes.num_heads)
+    outputs = _times(heads, sizes.num_outputs // sizes.num_heads)
+    channels = sizes.channels_of(heads)
+    nums: list[int]
+    if isinstance(sizes, GatedDelta):
+        nums = [*sizes.sections, sizes.num_outputs, sizes.num_heads, sizes.num_heads]
+        return _consecutive(nums, [*channels, outputs, heads, heads])
+    if isinstance(sizes, Mamba2):
+        nums = [sizes.num_outputs, *sizes.sections, sizes.num_heads]
+        return _consecutive(nums, [outputs, *channels, heads])
+    return _consecutive([sizes.num_outputs] * 3, [outputs] * 3)
+
+
+def _consecutive(nums: Sequence[int], ranges: Sequence[range]) -> list[range]:
+    """Returns the ranges in sections of `nums` numbers each, counted from the first section on."""
+    firsts = accumulate(nums, initial=0)
+    return [_after(first, own) for first, own in zip(firsts, ranges, strict=False)]
+
+
+def _parts_of(rows: torch.Tensor, ranges: Sequence[range]) -> torch.Tensor:
+    return torch.cat([rows[own.start : own.stop] for own in ranges])
+
+
+def _qkv_outputs(config: ModelConfig, spec: LayerSpec, share: Share) -> list[range]:
     """Returns the outputs that a rank has of the matrices that are multiplied by a layer's input.
     The outputs of all matrices are counted from the first to the last."""
+    of_state = [] if spec.linear is None else _state_outputs(spec.linear, share)
+    if not spec.has_attention:
+        return of_state
     queries = _queries(config, share)
     latent = config.latent
     if latent is None:
         first_key = config.num_attention_heads * config.head_dim
         first_value = first_key + config.num_kv_heads * config.head_dim
         kv = _times(share.kv_heads(config.num_kv_heads), config.head_dim)
-        return [queries, _after(first_key, kv), _after(first_value, kv)]
+        own = [queries, _after(first_key, kv), _after(first_value, kv)]
+        return own + [_after(config.num_qkv, part) for part in of_state]
     if latent.q_rank is not None:  # the first matrix computes the latents of queries
         return [range(latent.q_rank), _after(latent.q_rank, range(latent.kv_dim))]
     num_queries = config.num_attention_heads * latent.q_dim
     return [queries, _after(num_queries, range(latent.kv_dim))]
 
 
-def _attention_inputs(config: ModelConfig, share: Share) -> range:
-    """Returns the inputs of the attention output's matrix that a rank's heads compute."""
+def _out_inputs(config: ModelConfig, spec: LayerSpec, share: Share) -> list[range]:
+    """Returns the inputs of the attention output's matrix that a rank's heads compute: those of
+    attention, and then those of the state."""
     size = config.head_dim if config.latent is None else config.latent.value_dim
-    return _times(share.of(config.num_attention_heads), size)
+    own = _times(share.of(config.num_attention_heads), size)
+    parts = [own] if spec.has_attention else []
+    if spec.linear is not None:
+        heads = share.of(spec.linear.num_heads)
+        of_state = _times(heads, spec.linear.num_outputs // spec.linear.num_heads)
+        first = config.num_attention_heads * size if parts else 0
+        parts.append(_after(first, of_state))
+    return parts
 
 
-def _out(matrix: Linear, inputs: range, share: Share) -> Linear:
+def _out(matrix: Linear, inputs: Sequence[range], share: Share) -> Linear:
     """Returns a rank's share of a matrix whose inputs the ranks have computed. This rank has
     computed `inputs`."""
     if not share.splits_inputs:
         return share_of_outputs(matrix, share)
     assert matrix.blocks is None
     bias = matrix.bias if share.rank == 0 else None  # added only once to the sum
-    return Linear(matrix.weight[:, inputs.start : inputs.stop], bias)
+    return Linear(_columns(matrix.weight, inputs), bias)
+
+
+def _columns(matrix: torch.Tensor, ranges: Sequence[range]) -> torch.Tensor:
+    parts = [matrix[:, own.start : own.stop] for own in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _rows(parts: Sequence[Linear], ranges: Sequence[range]) -> tuple[Linear, ...]:

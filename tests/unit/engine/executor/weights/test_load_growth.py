@@ -20,6 +20,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.common.dtypes import compute_dtype, cpu_has_bfloat16
 from tandem.models.checkpoint.weight_shapes import expected_shapes
 from tandem.models.config.model import ModelConfig
+from tandem.models.gguf.loaded_bytes import PACKED_BITS
 from tandem.models.source import resolve
 from tests.random_blocks import random_blocks
 from tests.tiny_models import make_tiny_model
@@ -290,6 +291,16 @@ def test_experts_of_a_gguf_file(gguf_file: Path, kernels: str) -> None:
 def test_matrices_of_k_types(name: str, kernels: str, tmp_path: Path) -> None:
     file = k_types_file(tmp_path / "random.gguf", name)
     check(str(file), "auto", bytes_in_file(file), kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "TQ1_0"])
+def test_matrices_that_are_larger_when_packed(name: str, tmp_path: Path) -> None:
+    file = k_types_file(tmp_path / "random.gguf", name)
+    bits = PACKED_BITS[gguf.GGMLQuantizationType[name]]
+    packed = [int(tensor.n_elements * bits / 8) for tensor in GGUFReader(file).tensors]
+    assert sum(packed) > _GROWTH_MAX * sum(bytes_in_file(file))
+    check(str(file), "auto", packed)
 
 
 def k_types_file(path: Path, name: str) -> Path:
