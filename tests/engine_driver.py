@@ -41,7 +41,8 @@ def make_engine(
 
 def no_tiers(pool: BlockPool) -> Tiers:
     layout = KvLayout.of_one(BlockLayout(pool.num_blocks, 1, 1, 1, 1, "float32"))
-    return Tiers([pool], layout, [BlocksInPlace(np.empty((0, 0), np.uint8))], [])
+    blocks = [BlocksInPlace(np.empty((0, 0), np.uint8))]
+    return Tiers([pool], layout, blocks, [], unquarantine=pool.unquarantine)
 
 
 def make_spec(

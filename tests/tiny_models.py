@@ -394,7 +394,7 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "index_topk": 12,
             "hc_mult": 3,
             "hc_sinkhorn_iters": 4,
-            "rope_parameters": _YARN,
+            "rope_parameters": {**_YARN},  # transformers changes it
             **_NO_PAD,
         },
     ),

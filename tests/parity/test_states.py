@@ -1,7 +1,8 @@
 """A model with states produces transformers' tokens, however its states were obtained.
 
 Each prompt is sent twice, and then a second turn: the prompt, the answer and more tokens. The
-second time, a request resumes after a frozen state, which its worker has or pulls.
+second time, a request resumes after a frozen state, which its worker has, pulls or loads
+from disk.
 """
 
 from __future__ import annotations
@@ -9,13 +10,23 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tests.harness.cluster import LocalCluster
 from tests.parity.models import make_random_model
-from tests.parity.ways import WAYS, Answer, ParityRequest, all_disturbed, send_all_ways, start_ways
+from tests.parity.ways import (
+    WAYS,
+    Answer,
+    ParityRequest,
+    Way,
+    all_disturbed,
+    send_all_ways,
+    start_ways,
+)
 
 _NUM_TOKENS = 80
 _SMALL_POOL = 24
@@ -43,6 +54,14 @@ def _token_ids(answer: Answer) -> list[int]:
 def _num_cached(answer: Answer) -> int:
     cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return cached
+
+
+def _greedy(model: Any, prompt: list[int], tokens: list[int]) -> list[int]:
+    """Returns the most likely token at each position of an answer."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    most_likely: list[int] = logits.argmax(-1).tolist()
+    return most_likely
 
 
 @dataclass(frozen=True)
@@ -118,10 +137,7 @@ def test_each_way(
     for answers, requests in ((first, sent), (again, sent), (second, turns)):
         expected = list(map(_token_ids, answers["aggregated"]))
         for (_, body), tokens in zip(requests, expected, strict=True):
-            prompt = body["prompt"]
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            assert logits.argmax(-1).tolist() == tokens
+            assert _greedy(model, body["prompt"], tokens) == tokens
         for name in ways:
             assert list(map(_token_ids, answers[name])) == expected, name
     for name in set(ways) - {"preempted"}:
@@ -130,3 +146,37 @@ def test_each_way(
         for (_, body), answer in zip(turns, second[name], strict=True):
             # The new tokens are computed, and at most 64 more.
             assert _num_cached(answer) >= len(body["prompt"]) - 20 - 64, name
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.slow)]
+)
+def test_from_disk_after_a_restart(
+    family: str, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """The worker loads prompts until it has measured that it computes this small model faster."""
+    (tmp_path / "model").mkdir()
+    model = make_random_model(tmp_path / "model", family)
+    sent = [_make_request(prompt) for prompt in _PROMPTS]
+    cluster = LocalCluster(redis_server, tmp_path, str(tmp_path / "model"))
+    tier = ("--kv-disk-path", str(tmp_path / "kv"), "--kv-tier-policy", "lru")
+    cluster.options = (*cluster.options, *tier, "--prefill-at", "local")
+    way = Way("aggregated", cluster)
+    try:
+        cluster.start(prefill=0, decode=1)
+        first = asyncio.run(way.send_all(sent))
+        cluster.wait_idle()
+        cluster.workers.pop("decode-0").stop()  # it writes the blocks that have no copy yet
+        cluster.start_worker("decode-1", "decode")
+        cluster.wait_ready()
+        again = asyncio.run(way.send_all(sent))
+        cluster.wait_idle()
+    finally:
+        cluster.close()
+    for prompt, answer in zip(_PROMPTS, first, strict=True):
+        assert _greedy(model, prompt, _token_ids(answer)) == _token_ids(answer)
+    assert list(map(_token_ids, again)) == list(map(_token_ids, first))
+    details = [answer["usage"]["prompt_tokens_details"] for answer in again]
+    num_loaded = [each["cached_tokens_by_tier"]["disk"] for each in details]
+    assert max(num_loaded) >= 64
+    assert all(num_tokens % 64 == 0 for num_tokens in num_loaded)

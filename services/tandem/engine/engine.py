@@ -425,6 +425,8 @@ class Engine:
                 self._scheduler.compute_instead(sequence)
                 continue
             self._store_full_blocks(sequence)
+            if self._kv.has_states:
+                self._freeze_states(sequence)
             self._scheduler.enter(sequence)
             if not load.num_spared:
                 loaded.append(sequence)

@@ -13,6 +13,7 @@ from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.pool.block_pool import BlockPool
 from tandem.engine.cache.pool.pins import Fate
+from tandem.engine.tiers.slots.slot_pool import SlotPool
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import PinStats
 
@@ -67,8 +68,12 @@ class KeptChains:
         depth = self._kv.layout.deepest_hit(block_hashes, depth, self._is_pinned)
         resume = len(block_hashes) * self._kv.layout.block_size
         for tier in self._tiers.tiers:
-            for group, slots in zip(self._kv.layout.groups, tier.groups, strict=True):
+            for number, (group, slots) in enumerate(
+                zip(self._kv.layout.groups, tier.groups, strict=True)
+            ):
                 seen = block_hashes[group.first_seen(resume) :]
+                if group.has_states:
+                    seen = self._last_state(number, slots.pool, block_hashes)
                 slots.pool.pin(tenant, retention.weight, seen, until)
         if is_refused:
             share = self._kv.pools[0].pins.share(tenant, retention.weight)
@@ -78,6 +83,16 @@ class KeptChains:
         if self._kv.has_states:
             return Kept(depth, "no state is kept after any of the other blocks")
         return Kept(depth, "the other blocks are no longer cached")
+
+    def _last_state(
+        self, group: int, slots: SlotPool, block_hashes: Sequence[bytes]
+    ) -> list[bytes]:
+        """Returns the hash of the last block of a chain after which the group's pool or a tier has
+        a state. Empty if there is none."""
+        pool = self._kv.pools[group]
+        return next(
+            ([h] for h in reversed(block_hashes) if slots.has(h) or pool.find(h) is not None), []
+        )
 
     def _is_pinned(self, group: int, block_hash: bytes) -> bool:
         pool = self._kv.pools[group]

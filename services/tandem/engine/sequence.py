@@ -502,8 +502,9 @@ class Sequence:
     def _transferred_checkpoint(self, first_wanted_block: int) -> int:
         """Returns the number of blocks after which frozen states are transferred to a consumer that
         wants the blocks from `first_wanted_block` on; 0: none are. Producer and consumer compute
-        the same number."""
-        if self.checkpoints is None or not self.spec.has_forks:
+        the same number. Without these states, the consumer could not resume after the blocks that
+        it has pulled."""
+        if self.checkpoints is None:
             return 0
         depth = self.checkpoints.last_before(self.num_tokens) // self.block_size
         return depth if depth > first_wanted_block else 0
@@ -625,6 +626,7 @@ class Sequence:
             chain_root=self.chain_root,
             token_ids=self.block_tokens(depth - 1),
             adapter=self.spec.adapter,
+            is_wanted=not self.frozen_at,
         )
 
     def take_frozen_states(self, kv: KvCache) -> None:

@@ -64,10 +64,6 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # (sequence.py). The parent must already have the KV of all tokens of this sequence except the
     # last; otherwise this sequence starts without a fork. Empty: no parent.
     fork_of: str = ""
-    # WAITING_FOR_REMOTE_KV, PREFILL_ONLY: True if sequences with the same prompt follow on the
-    # engine that decodes. If layers have states, this engine then also gets the last frozen states
-    # of the prompt, after which these sequences resume.
-    has_forks: bool = False
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
     prefix_blocks: int = 0
     # How many of the prompt's first blocks a peer has, and how fast they can be pulled. None:

@@ -39,8 +39,11 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
 def _why_not_with_states(options: EngineOptions) -> str:
     """Returns the first setting that a model with linear attention does not support; "" if it
     supports all of them."""
-    if options.has_tiers:
-        return f"KV tiers ({', '.join(options.tiers)}) cannot store the states of layers"
+    if options.has_tiers and options.tensor_parallel > 1:
+        return (
+            f"tensor-parallel is {options.tensor_parallel}; it must be 1 with KV tiers "
+            f"({', '.join(options.tiers)})"
+        )
     return ""
 
 
@@ -97,13 +100,20 @@ def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
 
 def why_irregular(model: ModelConfig) -> str:
     """Returns in what a model differs from those whose layers all have keys and values of one
-    shape; "" if it does not differ. Adapters, quantized KV, the Triton kernels, and torch with
-    several ranks need such layers."""
+    shape and nothing else; "" if it does not differ. Adapters, quantized KV, and torch with several
+    ranks need such layers."""
+    if model.index_keys is not None:
+        return "an indexer chooses the tokens to which a query attends"
+    return why_uneven(model)
+
+
+def why_uneven(model: ModelConfig) -> str:
+    """Returns in what a model differs from those whose layers all have keys and values of one
+    shape, with or without an indexer's keys; "" if it does not differ. The Triton kernels need such
+    layers."""
     for layer in model.layers:
         if layer.kv_source is not None:
             return "some layers read the KV of earlier layers"
-        if layer.indexer is not None:
-            return "an indexer chooses the tokens to which a query attends"
         if layer.heads is not None:
             return "layers have heads of different sizes"
     if model.shared_kv is not None:

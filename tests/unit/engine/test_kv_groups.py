@@ -125,7 +125,6 @@ class Pair(RuleBasedStateMachine):
         mode=st.sampled_from([Mode.LOCAL, Mode.WAITING_FOR_REMOTE_KV]),
         max_tokens=st.integers(1, 8),
         prefix_blocks=st.sampled_from([0, 0, 1, 2, 5]),
-        has_forks=st.booleans(),
         parent=st.integers(0, 4),
         budget=st.sampled_from([None, None, KvBudget(6, 2), KvBudget(9, 0), KvBudget(4, 3)]),
     )
@@ -136,7 +135,6 @@ class Pair(RuleBasedStateMachine):
         mode: Mode,
         max_tokens: int,
         prefix_blocks: int,
-        has_forks: bool,
         parent: int,
         budget: KvBudget | None,
     ) -> None:
@@ -150,7 +148,6 @@ class Pair(RuleBasedStateMachine):
             mode=mode,
             max_tokens=max_tokens,
             prefix_blocks=prefix_blocks,
-            has_forks=has_forks,
             fork_of=[*self.requests, "", "", "", "", ""][parent],
             kv_budget=budget,
         )
@@ -217,7 +214,6 @@ class Pair(RuleBasedStateMachine):
                 mode=Mode.PREFILL_ONLY,
                 first_wanted_block=request.num_cached,
                 prefix_blocks=spec.prefix_blocks,
-                has_forks=spec.has_forks,
                 kv_budget=spec.kv_budget,
             )
             self.there.add(lease)

@@ -204,8 +204,8 @@ def test_settings_without_support_are_refused_before_weights_are_read(
     tiny: tuple[ModelFolder, Oracle],
 ) -> None:
     folder, _ = tiny
-    with pytest.raises(ConfigError, match="KV tiers"):
-        make_runner(folder, kv_host_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="tensor-parallel is 2; it must be 1 with KV tiers"):
+        make_runner(folder, tensor_parallel=2, kv_host_bytes=1 << 20)
     engine, _ = make(folder)
     with pytest.raises(BadRequest, match="state"):
         engine.add(make_spec("a", _PROMPT, kv_budget=KvBudget(64, 4)))
@@ -260,15 +260,15 @@ def test_the_least_useful_states_are_evicted_first() -> None:
         assert again.ends["a"].num_cached_tokens == 8
 
 
-@pytest.mark.parametrize("has_forks", [True, False])
-def test_forks_resume_after_the_prompts_last_states_that_a_peer_has_sent(has_forks: bool) -> None:
+def test_requests_resume_after_the_prompts_last_states_that_a_peer_has_sent() -> None:
+    """Forks do, and so does the same prompt when it is sent again. It is not pulled again."""
     windows = (None, STATE)
     here, runner = make_grouped_engine(windows, num_blocks=60)
     there, far_runner = make_grouped_engine(windows, num_blocks=60)
     prompt = list(range(22))
-    here.add(make_spec("a", prompt, mode=Mode.WAITING_FOR_REMOTE_KV, has_forks=has_forks))
+    here.add(make_spec("a", prompt, mode=Mode.WAITING_FOR_REMOTE_KV))
     (reserved,) = here.step().reserved
-    lease = drive_all(there, make_spec("a", prompt, mode=Mode.PREFILL_ONLY, has_forks=has_forks))
+    lease = drive_all(there, make_spec("a", prompt, mode=Mode.PREFILL_ONLY))
     sent = [i for report in lease.reports for run in report.final_blocks for i in run.block_ids]
     for source, target in zip(sent, reserved.block_ids, strict=True):
         runner.block(here.layout, target).copy_(far_runner.block(there.layout, source))
@@ -279,8 +279,13 @@ def test_forks_resume_after_the_prompts_last_states_that_a_peer_has_sent(has_for
     for name in "bc":
         assert outcome.token_ids[name] == continuation(prompt, 4, windows)
     assert outcome.token_ids["a"] == continuation(prompt, 5, windows)[1:]
-    num_cached = [outcome.ends[name].num_cached_tokens for name in "bc"]
-    assert num_cached == ([20, 20] if has_forks else [0, 20])
+    assert [outcome.ends[name].num_cached_tokens for name in "bc"] == [20, 20]
+    again = make_spec(
+        "d", prompt, mode=Mode.WAITING_FOR_REMOTE_KV, remote_prefill_min_tokens=8, max_tokens=4
+    )
+    outcome = drive_all(here, again)
+    assert outcome.token_ids["d"] == continuation(prompt, 4, windows)
+    assert outcome.ends["d"].num_cached_tokens == 20
     there.remove("a")
     assert there.load().blocks_used == here.load().blocks_used == 0
 

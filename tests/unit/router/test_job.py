@@ -10,9 +10,7 @@ from tandem.common.block_hash import HASH_VERSION, hash_blocks
 from tandem.common.kv_budget import HEAVY_HITTERS, SINKS_WINDOW, KvBudget
 from tandem.common.sampling_params import SamplingParams
 from tandem.common.states import ForbiddenTransition
-from tandem.engine.types import Mode
-from tandem.net.rpc.convert import to_message
-from tandem.net.rpc.tandem.v1.worker_pb2 import SequenceInput, SequenceUpdate
+from tandem.net.rpc.tandem.v1.worker_pb2 import SequenceUpdate
 from tandem.net.store.registry import KvCompatibility
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.hint import PlacementHint
@@ -22,10 +20,8 @@ from tandem.router.request.job import (
     JobState,
     PreparedRequest,
     Progress,
-    model_input,
 )
 from tandem.router.request.request import ClientRequest
-from tandem.worker.convert import sequence_spec
 
 COMPATIBILITY = KvCompatibility("m", "float32", "invariant", 4, "float32", "l", HASH_VERSION)
 
@@ -106,18 +102,3 @@ def test_hashes_grow_with_what_was_made() -> None:
     assert len(job.hashes(None)) == 1
     whole = hash_blocks(COMPATIBILITY.chain_root(b""), [1, 2, 3, 4, 5, 6, 7, 8, 9], 4)
     assert job.hashes(COMPATIBILITY) == whole
-
-
-@pytest.mark.parametrize(
-    ("num_answers", "output", "has_forks"), [(1, [], False), (3, [], True), (3, [7], False)]
-)
-def test_a_worker_learns_that_other_answers_to_the_prompt_follow(
-    num_answers: int, output: list[int], has_forks: bool
-) -> None:
-    """Its engine, and that of its prefill worker, get it in the spec of the sequence."""
-    client = ClientRequest("a prompt", sampling=SamplingParams(n=num_answers))
-    message = model_input(PreparedRequest(client, DRAWN, [1, 2, 3]), output)
-    spec = sequence_spec(message, sequence_id="s", mode=Mode.WAITING_FOR_REMOTE_KV)
-    sent = to_message(SequenceInput, spec)
-    lease = sequence_spec(sent, sequence_id="l", mode=Mode.PREFILL_ONLY)
-    assert spec.has_forks == lease.has_forks == has_forks

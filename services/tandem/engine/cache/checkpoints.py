@@ -43,7 +43,7 @@ class Checkpoints:
         """Returns the rule for an engine's pools; None without state groups."""
         if not layout.state_groups:
             return None
-        blocks = KvLayout(tuple(group for group in layout.groups if not group.has_states))
+        blocks = layout.without_states
         spacing = checkpoint_spacing(layout.block_size)
         interval = max(
             checkpoint_interval(layout.groups[number], blocks) for number in layout.state_groups

@@ -71,7 +71,8 @@ class KvCache:
         """Returns the rates that a worker with these pools reports until it has measured its
         own."""
         windows = tuple(
-            WindowBytes(group.decode_blocks, group.layout.block_bytes)
+            # Of states, the running ones and the last frozen ones of a prompt are transferred.
+            WindowBytes(2 if group.has_states else group.decode_blocks, group.layout.block_bytes)
             for group in self.layout.groups
             if group.decode_blocks is not None
         )
@@ -102,10 +103,7 @@ class KvCache:
         sequence can continue inside a block. None: there are none.
         """
         if self.has_states:
-            states = tuple(
-                self.pools[n].find(parent_hash) if group.has_states else None
-                for n, group in enumerate(self.layout.groups)
-            )
+            states = self.find_states(parent_hash)
             is_cached = all(states[number] is not None for number in self._state_groups)
             return BlockPart(0, states) if is_cached else None
         for num_tokens, block_hash in self.pools[0].children.closest(parent_hash, token_ids):
@@ -180,7 +178,7 @@ class KvCache:
                 size += checkpoint > 0
             if number in frozen:
                 blocks = self._state_pool(number).take(frozen[number])
-            elif loaded and isinstance(pool, WindowPool):
+            elif loaded and isinstance(pool, WindowPool) and number not in tables.states:
                 any_blocks = pool.reserve_any(hashes, size)
                 assert any_blocks is not None
                 blocks = any_blocks
@@ -226,7 +224,7 @@ class KvCache:
                 size += checkpoint > 0
             if number in frozen:
                 fits = size == 1 and self._state_pool(number).may_take(frozen[number])
-            elif loaded and isinstance(pool, WindowPool):
+            elif loaded and isinstance(pool, WindowPool) and number not in states:
                 fits = pool.can_reserve_any(hashes, size)
             else:
                 fits = pool.can_reserve(hashes, size, source)
@@ -234,24 +232,47 @@ class KvCache:
                 return False
         return True
 
-    def unfilled(self, tables: BlockTables, end: int) -> list[UnfilledBlock]:
-        """Returns the blocks before index `end` of the tables that have no KV yet, group by
-        group."""
-        return [
-            UnfilledBlock(number, index, ids[index])
-            for number, (pool, ids, first) in enumerate(
-                zip(self.pools, tables.ids, tables.firsts, strict=True)
-            )
-            for index in range(first, end)
-            if pool.is_writable(ids[index])
-        ]
+    def unfilled(
+        self, tables: BlockTables, end: int, copied: Collection[int] = ()
+    ) -> list[UnfilledBlock]:
+        """Returns the blocks before index `end` of the tables that have no KV yet, group by group.
+
+        For a state group this is the running state, which a load fills with the frozen state after
+        `end` blocks. Groups in `copied` need none, because theirs is a copy of a cached state.
+        """
+        found = []
+        for number, (pool, ids, first) in enumerate(
+            zip(self.pools, tables.ids, tables.firsts, strict=True)
+        ):
+            if number in tables.states:
+                if number not in copied:
+                    found.append(UnfilledBlock(number, end - 1, ids[0]))
+                continue
+            found += [
+                UnfilledBlock(number, index, ids[index])
+                for index in range(first, end)
+                if pool.is_writable(ids[index])
+            ]
+        return found
+
+    def find_states(self, block_hash: bytes) -> tuple[int | None, ...]:
+        """Returns the cached frozen states after a block, one for each KV group. None: the group
+        has no states, or none is cached. References no slot."""
+        return tuple(
+            pool.find(block_hash) if group.has_states else None
+            for group, pool in zip(self.layout.groups, self.pools, strict=True)
+        )
 
     def want_copies(self, block_hashes: Sequence[bytes]) -> None:
-        """Lets tiers copy the window groups' blocks that a request needs to resume at the end of
-        this chain of block hashes, or one block before its end."""
+        """Lets tiers copy what a request needs to resume at the end of this chain of block hashes,
+        or before its end: the window groups' blocks that are seen after all blocks or after all but
+        the last one, and the last frozen state."""
         resume = (len(block_hashes) - 1) * self.layout.block_size
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
-            if block_hashes and isinstance(pool, WindowPool):
+            if isinstance(pool, FrozenStatePool):
+                last = pool.last(block_hashes)
+                pool.want_copies([] if last is None else [last])
+            elif block_hashes and isinstance(pool, WindowPool):
                 pool.want_copies(block_hashes[group.first_seen(resume) :])
 
     def end_copies(self, copies: Iterable[BlockCopy]) -> None:
@@ -381,9 +402,11 @@ class KvCache:
         chain_root: bytes,
         token_ids: Sequence[int] = (),
         adapter: Adapter | None = None,
+        is_wanted: bool = False,
     ) -> list[BlockCopy]:
         """Caches copies of a sequence's running states under the last of `block_hashes`, after
-        which they are. `token_ids` are the tokens of this block.
+        which they are. `token_ids` are the tokens of this block. With `is_wanted`, tiers may copy
+        these states at once; otherwise not before `want_copies`.
 
         Returns the copies, which the caller must make at once. Makes none if the states are cached
         already, or if all slots are in use. States that are transferred have a slot of the
@@ -409,6 +432,8 @@ class KvCache:
                 pool.release([stored])
             if stored == slot:
                 copies.append(BlockCopy(running, slot, group))
+        if is_wanted:
+            self._want_states(tables, block_hashes[-1])
         return copies
 
     def store_checkpoint(
@@ -426,6 +451,7 @@ class KvCache:
             pool = self._state_pool(group)
             slot = tables.ids[group].pop()
             pool.release([_store_state(pool, slot, block_hashes, chain_root, token_ids, adapter)])
+        self._want_states(tables, block_hashes[-1])
         tables.checkpoint = 0
 
     def evict_first(self, tables: BlockTables, block_hash: bytes) -> None:
@@ -433,6 +459,10 @@ class KvCache:
         sequence uses them."""
         for group in tables.states:
             self._state_pool(group).evict_first(block_hash)
+
+    def _want_states(self, tables: BlockTables, block_hash: bytes) -> None:
+        for group in tables.states:
+            self._state_pool(group).want_copies([block_hash])
 
     def _state_pool(self, group: int) -> FrozenStatePool:
         pool = self.pools[group]

@@ -13,9 +13,9 @@ continues after 4 blocks:
 A consumer that already has the block at index 0 receives the blocks from number 1 on.
 
 The running states of a sequence come last (`running_states`). A producer's running states are final
-when the prompt is computed, because the consumer decodes. If other sequences with the same prompt
-follow on the consumer, the last frozen states of the prompt are transferred, too, after the blocks
-of the index before them.
+when the prompt is computed, because the consumer decodes. The last frozen states of the prompt are
+transferred, too, after the blocks of the index before them. The consumer caches them, because other
+requests cannot resume after its running states.
 """
 
 from tandem.engine.cache.block_table import BlockTables

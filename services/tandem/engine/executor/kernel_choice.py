@@ -18,7 +18,7 @@ from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config.linear_attention import GatedDelta, LinearAttention
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_irregular
+from tandem.models.limits import why_irregular, why_uneven
 from tandem_kernels.native.library import why_unusable
 
 log = logging.getLogger(__name__)
@@ -118,20 +118,8 @@ def _can_divide(linear: LinearAttention | None, num_ranks: int) -> bool:
 
 def why_not_triton_model(model: ModelConfig) -> str:
     """Returns why the Triton kernels cannot compute a model, or an empty string if they can."""
-    if why := why_irregular(model):
+    if why := why_uneven(model):
         return f"only the native and torch kernels compute this model: {why}"
-    for layer in model.layers:
-        linear = layer.linear
-        if not layer.has_mlp or not (layer.has_attention or linear):
-            return "the triton kernels need attention or a state, and an MLP, in each layer"
-        if linear is None:
-            continue
-        if not isinstance(linear, GatedDelta) or linear.rate_max != 1.0 or layer.has_attention:
-            return "of layers that keep a state, the triton kernels compute only Gated DeltaNet"
-        if any(num % linear.num_heads for num in linear.sections):
-            return "the triton kernels need convolutions of which all heads have as many channels"
-    if model.layer_factors is not None:
-        return "only the native and torch kernels multiply the products of layers by factors"
     if model.is_parallel or model.centers_norms:
         return "only the native and torch kernels compute LayerNorms and parallel blocks"
     if model.norms_rotated_heads:

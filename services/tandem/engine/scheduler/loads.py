@@ -7,9 +7,11 @@ peers offer. A load starts from the last block. Meanwhile the sequence may compu
 blocks. In each step it gets the part of the token budget that other sequences leave, rounded down
 to whole blocks. How far it computes is decided anew in each step, by the progress of the load.
 
-With sliding windows, a load brings the blocks that a sequence needs to resume at one depth. At any
-other depth it would need other blocks of the windows. So the sequence computes nothing during the
-load and pulls nothing from a peer afterwards: this engine computes all tokens after that depth.
+With sliding windows or states, a load brings the blocks that a sequence needs to resume at one
+depth. At any other depth it would need other blocks of the windows, or another state. So the
+sequence computes nothing during the load and pulls nothing from a peer afterwards: this engine
+computes all tokens after that depth. A load of a state fills the sequence's running state, unless
+the state is in the pool and is copied from there.
 """
 
 from collections.abc import Iterable
@@ -70,28 +72,50 @@ class Loads:
         awaits_more = sequence.mode is not Mode.WAITING_FOR_REMOTE_KV and (
             sequence.spec.offer is None and sequence.num_prefix_blocks > loading.end
         )
-        if awaits_more or not self._fits(sequence, start, loading):
+        if awaits_more or self.start_after_load(sequence, start, loading.end) is None:
             return Loading()
         loading.awaits = False
         return loading
 
-    def start_after_load(self, sequence: Sequence, num_cached_blocks: int) -> SequenceStart:
-        """Returns the start of a sequence with a load: it resumes after the loaded blocks."""
-        start = sequence.plan(num_cached_blocks)
-        return replace(start, resume=sequence.loading.end * sequence.block_size)
+    def start_after_load(
+        self, sequence: Sequence, start: SequenceStart, end: int
+    ) -> SequenceStart | None:
+        """Returns the start of a sequence that resumes after `end` loaded blocks. `start` is its
+        start without the load.
 
-    def _fits(self, sequence: Sequence, start: SequenceStart, loading: Loading) -> bool:
-        """Returns whether the pools have room for the blocks of a load.
-
-        The caller has only found room for a start without the load. Such a start resumes at a
-        smaller depth, where sliding windows need other blocks.
+        With sliding windows or states, returns None if the pools have no room for it. The start
+        without the load resumes at a smaller depth, where it needs other blocks.
         """
+        plain = replace(
+            start,
+            num_computed_tokens=start.num_cached_blocks * sequence.block_size,
+            resume=end * sequence.block_size,
+            sources=(),
+            checkpoint=start.checkpoint if sequence.mode is Mode.PREFILL_ONLY else 0,
+            taken=(),
+        )
+        if not self._kv.has_windows:
+            return plain
+        states = self._kv.find_states(sequence.block_hashes[end - 1])
+        starts = [plain]
+        if any(state is not None for state in states):
+            starts = [replace(plain, sources=states)]
+        if self._kv.has_states and states.count(None) == len(states) - len(
+            self._kv.layout.state_groups
+        ):
+            starts.append(starts[0].taking_states())
+        return next((each for each in starts if self._fits(sequence, each, end)), None)
+
+    def _fits(self, sequence: Sequence, start: SequenceStart, end: int) -> bool:
         return self._kv.can_reserve(
             sequence.reusable_hashes,
             start.num_cached_blocks,
             num_tokens=sequence.num_tokens,
-            resume=loading.end * sequence.block_size,
-            loaded=loading.end,
+            resume=start.resume,
+            sources=start.sources,
+            taken=start.taken,
+            checkpoint=start.checkpoint,
+            loaded=end,
         )
 
     def _choose(
@@ -145,14 +169,17 @@ class Loads:
             compute_s = rate.seconds(num_missing, cached * size, self._max_tokens_per_step)
         return self._tiers.lookups.awaits_answer(sequence.sequence_id, hashes, cached, compute_s)
 
-    def start(self, sequence: Sequence) -> None:
-        """Starts the load of a sequence whose blocks are reserved."""
+    def start(self, sequence: Sequence, start: SequenceStart) -> None:
+        """Starts the load of a sequence whose blocks are reserved for `start`."""
         end = sequence.loading.end
         self.use(sequence)
+        copied = {group for group, source in enumerate(start.sources) if source is not None}
+        if start.taken:
+            copied.update(sequence.tables.states)
         self._tiers.load(
             sequence.sequence_id,
             sequence.block_hashes[:end],
-            self._kv.unfilled(sequence.tables, end),
+            self._kv.unfilled(sequence.tables, end, copied),
             num_spared=sequence.loading.num_spared,
         )
         load = self._tiers.find_load(sequence.sequence_id)

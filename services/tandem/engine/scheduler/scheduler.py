@@ -85,6 +85,8 @@ class Scheduler:
         self.loading: list[Sequence] = []
         self.early_reuse = EarlyReuse(kv, shared_wait_s)
         self._kv = kv
+        # A slot that a tier copies cannot be evicted.
+        self._num_slots_left = SLOTS_OF_SEQUENCE + bool(tiers.tiers)
         self.loads = Loads(tiers, kv, step_time, max_tokens_per_step)
         self._step_time = step_time
         self._max_num_seqs = max_num_seqs
@@ -300,9 +302,7 @@ class Scheduler:
         while (sequence := self._next_waiting()) and (
             start := self._find_start(sequence, schedule)
         ):
-            self._plan_load(sequence, start)
-            if sequence.loading.end:
-                start = self.loads.start_after_load(sequence, start.num_cached_blocks)
+            start = self._plan_load(sequence, start)
             tables = self._kv.reserve(
                 sequence.reusable_hashes,
                 start.num_cached_blocks,
@@ -321,7 +321,7 @@ class Scheduler:
                 self.withdraw(sequence)
                 sequence.status = Status.LOADING
                 self.loading.append(sequence)
-                self.loads.start(sequence)
+                self.loads.start(sequence, start)
                 if sequence.loading.computes:
                     schedule.admitted.append(sequence)
                     self._compute_meanwhile(schedule, sequence)
@@ -331,8 +331,9 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 self._add_chunk(schedule, sequence)
 
-    def _plan_load(self, sequence: Sequence, start: SequenceStart) -> None:
-        """Decides which blocks of a sequence that is being admitted are loaded from a tier."""
+    def _plan_load(self, sequence: Sequence, start: SequenceStart) -> SequenceStart:
+        """Decides which blocks of a sequence that is being admitted are loaded from a tier. Returns
+        the start with this load."""
         prefilling = [s for s in self.running if not s.in_decode]
         sequence.loading = loading = self.loads.plan(
             sequence,
@@ -342,6 +343,11 @@ class Scheduler:
         )
         if not loading.awaits:
             sequence.stop_awaiting_kv()
+        if not loading.end:
+            return start
+        after = self.loads.start_after_load(sequence, start, loading.end)
+        assert after is not None, "the room was found before"
+        return after
 
     def _compute_meanwhile(self, schedule: Schedule, sequence: Sequence) -> None:
         """Plans a chunk of a LOADING sequence. The chunk ends before the first block that the load
@@ -421,8 +427,8 @@ class Scheduler:
         if not self._kv.has_states or sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
             return True
         awaiting = [s for s in self.awaiting if s.mode is Mode.WAITING_FOR_REMOTE_KV]
-        num_held = sum(1 + s.spec.has_forks for s in (*awaiting, sequence))
-        return num_held + SLOTS_OF_SEQUENCE <= self._kv.num_slots
+        num_held = 2 + sum(1 + (s.tables.checkpoint > 0) for s in awaiting)
+        return num_held + self._num_slots_left <= self._kv.num_slots
 
     def _has_slot(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Returns whether a sequence can be admitted in addition to those that are admitted

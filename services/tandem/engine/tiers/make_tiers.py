@@ -10,7 +10,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.common.kv_tiers import DISK, HOST, KV_TIERS, STORE
 from tandem.common.options import option_name
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout, checkpoint_interval
 from tandem.engine.tiers.device.blocks import BlocksInPlace, DeviceBlocks
 from tandem.engine.tiers.device.cuda import CudaDevice
 from tandem.engine.tiers.device.staged_blocks import StagedBlocks
@@ -60,7 +60,7 @@ def make_tiers(
     layout = kv.layout
     if not config.has_tiers:
         none = [BlocksInPlace(np.empty((0, 0), np.uint8)) for _ in kv.pools]
-        return Tiers(kv.pools, layout, none, [], start_thread)
+        return Tiers(kv.pools, layout, none, [], start_thread, unquarantine=kv.unquarantine)
     if rank_blocks is not None:
         blocks = rank_blocks(config)
     else:
@@ -79,7 +79,7 @@ def make_tiers(
         num_slots = sum(storage.num_slots for storage in storages)
         policy = keep_policy(config.kv_tier_policy, num_slots, layout.block_size)
         tiers.append(Tier(number, storages, policy, layout))
-    return Tiers(kv.pools, layout, blocks, tiers, start_thread)
+    return Tiers(kv.pools, layout, blocks, tiers, start_thread, unquarantine=kv.unquarantine)
 
 
 def _host_storages(inputs: TierInputs) -> list[Storage]:
@@ -151,14 +151,19 @@ def _divide(
 
     Each group gets bytes in proportion to the blocks that it stores for a chain of `CHAIN_TOKENS`
     tokens. A group without a window stores the whole chain. A group with a window stores the blocks
-    for two requests: one resumes after the prompt, the other after the end of the chain. Raises
-    ConfigError if a group would have no slot.
+    for two requests: one resumes after the prompt, the other after the end of the chain. A group
+    with states also stores those within the chain. Raises ConfigError if a group would have no
+    slot.
     """
     chain = layout.blocks_of(CHAIN_TOKENS)
-    needs = [
-        min(chain, 2 * (group.decode_blocks or chain)) * slot
-        for group, slot in zip(layout.groups, slots, strict=True)
-    ]
+
+    def blocks_of(group: KvGroup) -> int:
+        num_within = 0
+        if group.has_states:
+            num_within = CHAIN_TOKENS // checkpoint_interval(group, layout.without_states)
+        return min(chain, 2 * (group.decode_blocks or chain) + num_within)
+
+    needs = [blocks_of(group) * slot for group, slot in zip(layout.groups, slots, strict=True)]
     parts = [max(0, given - fixed) * need // sum(needs) for need in needs]
     if any(part < slot for part, slot in zip(parts, slots, strict=True)):
         pairs = zip(needs, slots, strict=True)

@@ -49,10 +49,14 @@ class Tiers:
         blocks: Sequence[DeviceBlocks],
         tiers: Sequence[Tier],
         start_thread: Callable[[str], JobThread] = IoThread,
+        *,
+        unquarantine: Callable[[list[int]], object],
     ) -> None:
         """`blocks` has one item for each KV group: the blocks of the group's pool. `tiers` are
-        ordered from the fastest to the slowest."""
+        ordered from the fastest to the slowest. `unquarantine` frees quarantined blocks, by their
+        ids among all pools (`KvCache.unquarantine`)."""
         self.tiers = tiers
+        self._unquarantine = unquarantine
         self._writers = [start_thread(f"{tier.storage.name}-writes") for tier in tiers]
         self._readers = [start_thread(f"{tier.storage.name}-loads") for tier in tiers]
         self._groups = [
@@ -65,7 +69,7 @@ class Tiers:
             )
             for number, (pool, of_group) in enumerate(zip(pools, blocks, strict=True))
         ]
-        self._first_ids = layout.first_ids
+        self._layout = layout
         self._sources = Sources(layout, pools, tiers)
         self._ended: SimpleQueue[Load] = SimpleQueue()
         self._loads: dict[str, Load] = {}  # loads in flight, by sequence id
@@ -225,8 +229,7 @@ class Tiers:
             self._observe(load)
             if load.is_cancelled:
                 self._cancelled.remove(load)
-                for part in load.unsafe_parts:
-                    self._groups[part.group].pool.unquarantine([part.block_id])
+                self._unquarantine(self._unsafe_ids(load))
             else:
                 del self._loads[load.sequence_id]
                 ended.append(load)
@@ -241,7 +244,15 @@ class Tiers:
             return []
         load.is_cancelled = True
         self._cancelled.append(load)
-        return [self._first_ids[part.group] + part.block_id for part in load.unsafe_parts]
+        return self._unsafe_ids(load)
+
+    def _unsafe_ids(self, load: Load) -> list[int]:
+        """Returns the ids, among all pools, of the blocks that a load may still write."""
+        return [
+            block_id
+            for part in load.unsafe_parts
+            for block_id in self._layout.global_ids(part.group, [part.block_id])
+        ]
 
     def find_load(self, sequence_id: str) -> Load:
         """Returns the load of a LOADING sequence."""

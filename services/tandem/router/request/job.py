@@ -487,7 +487,6 @@ def model_input(request: PreparedRequest, output_token_ids: Sequence[int] = ()) 
         pb.SequenceInput,
         request,
         token_ids=[*request.token_ids, *output_token_ids],
-        has_forks=request.client.num_sequences > 1 and not output_token_ids,
     )
 
 

@@ -217,14 +217,15 @@ class TestStates:
         assert waiting(engine) == ["b"]  # the tokens of the step are used up
         assert not engine._scheduler.waiting[0].shared_since
 
-    def test_it_does_not_wait_for_running_states_that_a_peer_sends(self) -> None:
+    @pytest.mark.parametrize("num_common", [16, 15])
+    def test_it_waits_for_the_states_that_a_peer_sends_with_a_prompt(self, num_common: int) -> None:
         engine, _ = self.make(tokens_per_step=100)
         engine.add(make_spec("a", self.PROMPT, mode=Mode.WAITING_FOR_REMOTE_KV))
-        for name, prompt in (("b", self.PROMPT), ("c", [7])):
-            engine.add(make_spec(name, prompt))
+        engine.add(make_spec("b", [*self.PROMPT[:num_common], *[99] * (20 - num_common)]))
+        engine.add(make_spec("c", [7]))
         outcome = drive(engine)
-        for name, prompt in (("b", self.PROMPT), ("c", [7])):
-            assert outcome.token_ids[name] == continuation_of_groups(prompt, 5, (None, STATE))
+        assert waiting(engine) == (["b"] if num_common == 16 else [])
+        assert outcome.token_ids["c"] == continuation_of_groups([7], 5, (None, STATE))
 
     @pytest.mark.parametrize("num_common", [16, 15])
     def test_it_waits_for_a_prefix_that_a_peer_sends_with_a_state(self, num_common: int) -> None:

@@ -77,7 +77,10 @@ class Rig:
             for number, storage in enumerate(storages)
         ]
         blocks = [BlocksInPlace(self.rows)]
-        self.tiers = Tiers([self.pool], layout, blocks, tiers, self.start_thread)
+        self.tiers = Tiers(
+            *([self.pool], layout, blocks, tiers, self.start_thread),
+            unquarantine=self.pool.unquarantine,
+        )
         self.tiers.clock = lambda: self.now
         self.tiers.turn_s = 60.0
 

@@ -21,14 +21,14 @@ from tandem.engine.tiers.tier import LoadRate
 from tandem.engine.types import NewTokens
 from tandem.errors import ConfigError
 from tests.engine_driver import Outcome, make_spec
-from tests.grouped_toy import Windows, continuation, make_grouped_engine
+from tests.grouped_toy import STATE, Windows, continuation, make_grouped_engine
 from tests.late_device import WAYS, choose
 from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
 
 WAIT_S = 600.0
 TIER_BYTES = 1 << 15  # each step checks each slot of a tier
-ALL_WINDOWS: list[Windows] = [(None, 6), (10,), (None, 5, 13)]
+ALL_WINDOWS: list[Windows] = [(None, 6), (10,), (None, 5, 13), (None, STATE), (None, 5, STATE)]
 PLACES = ["host", "disk"]
 
 
@@ -43,10 +43,12 @@ def _loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def toy(windows: Windows, place: str, folder: Path, **settings: Any) -> Engine:
     settings.setdefault("num_blocks", 16)
     settings.setdefault("max_num_seqs", 1)
+    # The toys freeze more states than a tier expects.
+    num_bytes = TIER_BYTES * (3 if STATE in windows else 1)
     if place == "host":
-        settings.setdefault("kv_host_bytes", TIER_BYTES)
+        settings.setdefault("kv_host_bytes", num_bytes)
     else:
-        settings |= {"kv_disk_path": str(folder), "kv_disk_bytes": TIER_BYTES}
+        settings |= {"kv_disk_path": str(folder), "kv_disk_bytes": num_bytes}
     return make_grouped_engine(windows, max_tokens_per_step=8, **settings)[0]
 
 
@@ -94,7 +96,9 @@ def test_blocks_that_left_the_pools_come_back(
     assert cached.total == 24
     assert getattr(cached, place) >= 8
     num_loaded = engine.stats().tiers[0].blocks_loaded
-    seen = [24 // 4 if w is None else 6 - max(0, 24 + 1 - w) // 4 for w in windows]
+    seen = [
+        24 // 4 if w is None else 1 if w == STATE else 6 - max(0, 24 + 1 - w) // 4 for w in windows
+    ]
     assert num_loaded <= sum(seen), "a window loads what the next token sees, and no more"
     assert num_loaded > 0
     engine.close()
@@ -163,9 +167,13 @@ def test_a_chain_whose_window_is_not_whole_is_no_hit(
     engine.close()
 
 
-@pytest.mark.parametrize("file", ["blocks", "blocks-1"])
-def test_flipped_bits_are_computed_again_and_counted(file: str, tmp_path: Path) -> None:
-    windows = (None, 6)
+@pytest.mark.parametrize(
+    ("windows", "file"),
+    [((None, 6), "blocks"), ((None, 6), "blocks-1"), ((None, STATE), "blocks-1")],
+)
+def test_flipped_bits_are_computed_again_and_counted(
+    windows: Windows, file: str, tmp_path: Path
+) -> None:
     engine = toy(windows, "disk", tmp_path)
     ask(engine, prompt(0), windows)
     engine.close()
@@ -250,11 +258,16 @@ def test_a_folder_with_one_manifest_lost_loses_that_group(tmp_path: Path) -> Non
     ("family", "kv_dtype"),
     [
         ("gpt-oss", "auto"),
+        ("qwen3-next", "auto"),
         ("mistral-window", "auto"),
         ("gemma3", "int8"),
         ("deepseek-v3", "int8"),
         ("gemma4", "auto"),
         pytest.param("mimo-v2", "auto", marks=pytest.mark.slow),
+        *(
+            pytest.param(family, "auto", marks=pytest.mark.slow)
+            for family in ("granite4", "falcon-h1", "nemotron-h", "lfm2", "olmo-hybrid")
+        ),
         pytest.param("gemma3", "auto", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "auto", marks=pytest.mark.slow),
         ("deepseek-v4", "auto"),
@@ -263,7 +276,8 @@ def test_a_folder_with_one_manifest_lost_loses_that_group(tmp_path: Path) -> Non
 def test_tiny_models_answer_the_same_wherever_their_kv_was(
     family: str, kv_dtype: str, tmp_path: Path
 ) -> None:
-    """Computed, in the device's pool, in host memory, on disk and there after a restart."""
+    """Computed, in the device's pool, in host memory, on disk and there after a restart. A model
+    with states resumes at a multiple of 64 tokens."""
     more = {"kv_lora_rank": 32} if (family, kv_dtype) == ("deepseek-v3", "int8") else {}
     folder = make_tiny_model(family, tmp_path / "model", **more)[0]
     tokens = [[(n * 7 + i * 13) % 200 + 2 for i in range(150)] for n in range(5)]
@@ -290,8 +304,9 @@ def test_tiny_models_answer_the_same_wherever_their_kv_was(
         return outcome.token_ids["asked"], logprobs, outcome.ends["asked"].cached
 
     plain = engine()
+    depth = 128 if plain.layout.state_groups else 144
     expected = [answer(plain, prompt)[:2] for prompt in tokens]
-    assert answer(plain, tokens[-1]) == (*expected[-1], CachedTokens(device=144))
+    assert answer(plain, tokens[-1]) == (*expected[-1], CachedTokens(device=depth))
     for place, settings in {
         "host": {"kv_host_bytes": 1 << 22},
         "disk": {"kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 1 << 22},
@@ -301,13 +316,13 @@ def test_tiny_models_answer_the_same_wherever_their_kv_was(
             assert answer(tiered, prompt) == (*right, CachedTokens())
         *loaded, cached = answer(tiered, tokens[0])
         assert tuple(loaded) == expected[0]
-        assert cached.total == 144
+        assert cached.total == depth
         assert getattr(cached, place) >= 48  # of the others some may be in the pool still
-        assert answer(tiered, tokens[0]) == (*expected[0], CachedTokens(device=144))
+        assert answer(tiered, tokens[0]) == (*expected[0], CachedTokens(device=depth))
         tiered.close()
     again = engine(**settings)
     for prompt, right in zip(tokens, expected, strict=True):
-        assert answer(again, prompt) == (*right, CachedTokens(disk=144))
+        assert answer(again, prompt) == (*right, CachedTokens(disk=depth))
     again.close()
 
 
@@ -324,3 +339,43 @@ def test_where_prompts_part_is_in_a_tier_from_the_second_on(tmp_path: Path) -> N
         engine._kv.drop_cached()
     engine.close()
     assert found == [0, 0, 24, 24]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_that_left_its_pool_is_loaded_for_blocks_that_stayed(
+    place: str, tmp_path: Path
+) -> None:
+    """It is cached in the pool again, for the next request. If the blocks left and the state
+    stayed, the blocks alone are loaded."""
+    windows = (None, STATE)
+    engine = toy(windows, place, tmp_path, num_blocks=60)
+    ask(engine, prompt(0), windows)
+    blocks, states = engine._kv.pools
+    while states.num_cached:
+        states._evict()
+    assert ask(engine, prompt(0), windows).cached == CachedTokens(device=20, **{place: 4})
+    assert engine.stats().tiers[0].blocks_loaded == 1
+    assert ask(engine, prompt(0), windows).cached == CachedTokens(device=24)
+    while blocks.num_cached:
+        blocks._evict()
+    assert ask(engine, prompt(0), windows).cached == CachedTokens(**{place: 24})
+    assert engine.stats().tiers[0].blocks_loaded == 1 + 6
+    engine.close()
+
+
+def test_of_an_answer_the_last_state_is_written(tmp_path: Path) -> None:
+    """It supersedes those before it. The prompt's last state is written, too."""
+    windows = (None, STATE)
+    engine = toy(windows, "host", tmp_path, num_blocks=60)
+    first = prompt(0, 12)
+    outcome = Outcome()
+    engine.add(make_spec("asked", first, max_tokens=30))
+    settle(engine, outcome)
+    answer = outcome.token_ids["asked"]
+    assert answer == continuation(first, 30, windows)
+    slots = engine._tiers.tiers[0].groups[1].pool
+    assert slots.num_cached == 2  # after 8 and 40 of the 41 tokens that have KV
+    engine._kv.drop_cached()
+    second = [*first, *answer, 7]
+    assert ask(engine, second, windows).cached == CachedTokens(host=40)
+    engine.close()

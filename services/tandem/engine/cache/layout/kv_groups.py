@@ -34,6 +34,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import sqrt
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tandem.engine.cache.layout.block_layout import BlockLayout, num_blocks_of
@@ -58,6 +59,9 @@ SLOTS_OF_SEQUENCE = 3
 # A sequence that awaits its states from a peer holds the latter two. Beside it, there must be room
 # for a prompt that is computed for that peer.
 _SLOTS_MIN = SLOTS_OF_SEQUENCE + 2
+
+# Typical number of tokens that a prompt has in common with an earlier one, if it has many.
+_COMMON_TOKENS = 8192
 
 # Maximum number of tokens in a step on a CPU, unless --max-tokens-per-step is given.
 STEP_TOKENS = 512
@@ -173,6 +177,11 @@ class KvLayout:
         """The numbers of the state groups."""
         return tuple(number for number, group in enumerate(self.groups) if group.has_states)
 
+    @property
+    def without_states(self) -> KvLayout:
+        """The layout of the groups that are not state groups."""
+        return KvLayout(tuple(group for group in self.groups if not group.has_states))
+
     def blocks_of(self, num_tokens: int) -> int:
         """Returns the number of blocks that `num_tokens` tokens need. The last one may be partly
         filled."""
@@ -223,6 +232,10 @@ class KvLayout:
                 if not has(number, block_hashes[index]):
                     gap = max(gap, index + 1)
                     break
+            if group.has_states and gap == depth:
+                # Few blocks have a state, so the blocks without one are skipped here.
+                while gap > 1 and not has(number, block_hashes[gap - 2]):
+                    gap -= 1
         return gap
 
     @property
@@ -400,7 +413,7 @@ def divide_pool(
     slots for frozen states (state_slots). Raises ConfigError if not even one block fits.
     """
     one = layout()
-    blocks = KvLayout(tuple(group for group in one.groups if not group.has_states))
+    blocks = one.without_states
     sizes: dict[KvGroup, int] = {}
     state_bytes = 0
     for group in one.groups:
@@ -438,15 +451,27 @@ def _num_slots(config: EngineOptions, group: KvGroup, blocks: KvLayout) -> int:
     left = max(0, config.kv_bytes - config.max_num_seqs * slot_bytes)
     num_tokens = int(left / (token_bytes + 3 * slot_bytes / interval))
     wanted = config.max_num_seqs + 3 * -(-num_tokens // interval)
-    return max(_SLOTS_MIN, min(wanted, config.kv_bytes // 2 // slot_bytes))
+    # A slot that a tier copies cannot be evicted.
+    least = _SLOTS_MIN + config.has_tiers
+    return max(least, min(wanted, config.kv_bytes // 2 // slot_bytes))
 
 
 def checkpoint_interval(group: KvGroup, blocks: KvLayout) -> int:
-    """Returns the number of tokens after which a state of a long prompt is worth its memory: the
-    smallest power of 2 from 1,024 to 4,096 whose tokens take at least as many bytes as KV. `blocks`
-    has the groups with blocks."""
-    num_tokens = group.layout.block_bytes * blocks.block_size / blocks.block_bytes
-    return next((size for size in (1024, 2048) if size >= num_tokens), 4096)
+    """Returns the distance in tokens at which the states of a long prompt are worth their memory, a
+    power of 2 from 512 to 4,096. `blocks` has the groups with blocks.
+
+    The distance N is the one with which a byte of memory saves the most seconds of prefill. A
+    prompt has L = 8,192 tokens in common with the cached ones, and resumes after the last state in
+    them. So it saves the prefill of L - N / 2 tokens on average. A state has the bytes of the KV of
+    r tokens. So a cached token takes 1 + r / N times the bytes of its KV, and as many times fewer
+    tokens are cached. (L - N / 2) / (1 + r / N) is largest at N = sqrt(r^2 + 2 r L) - r.
+
+    A chunk of prefill ends at each state. Below the 512 tokens of a CPU's step, this would cost
+    more steps.
+    """
+    state_tokens = group.layout.block_bytes * blocks.block_size / blocks.block_bytes
+    best = sqrt(state_tokens**2 + 2 * state_tokens * _COMMON_TOKENS) - state_tokens
+    return next((size for size in (512, 1024, 2048) if best < 2 * size), 4096)
 
 
 def model_layout(

@@ -10,12 +10,13 @@ class CachedBlocks:
     """Counts the hashed blocks without references. Blocks without hashed children (leaves) are in
     queues, in the order of eviction."""
 
-    def __init__(self, blocks: list[Block]) -> None:
-        """`blocks` are all blocks of the pool, by id."""
+    def __init__(self, blocks: list[Block], *, by_use: bool = False) -> None:
+        """`blocks` are all blocks of the pool, by id. With `by_use`, the order of eviction does not
+        depend on the blocks' copies, except that blocks that are being copied come last."""
         self._blocks = blocks
         self._num = dict.fromkeys(Copy, 0)
         # Two sets of queues: for leaves that are not pinned, and for pinned leaves.
-        self._leaves = (_queues(), _queues())
+        self._leaves = (_queues(by_use), _queues(by_use))
 
     def __len__(self) -> int:
         return sum(self._num.values())
@@ -80,9 +81,11 @@ class CachedBlocks:
         return not block.num_references and not block.num_children
 
 
-def _queues() -> dict[Copy, EvictionQueue[int]]:
+def _queues(by_use: bool) -> dict[Copy, EvictionQueue[int]]:
     """Returns a queue of leaves for each state of a block's copy, in the order of eviction.
-    COMPLETE and LOST share a queue."""
+    COMPLETE and LOST share a queue. With `by_use`, all but WRITING do."""
     queues = {copy: EvictionQueue[int]() for copy in Copy}
     queues[Copy.LOST] = queues[Copy.COMPLETE]
+    if by_use:
+        return {copy: queues[copy if copy is Copy.WRITING else Copy.UNWANTED] for copy in Copy}
     return queues

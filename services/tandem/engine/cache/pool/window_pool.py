@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from tandem.common.adapter import Adapter
 from tandem.engine.cache.pool.block import Copy
 from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.cache.pool.cached_blocks import CachedBlocks
 
 # Subtracted from `last_used` of each block that left its sequence's window. So these blocks are
 # evicted before all blocks that a sequence held until the sequence ended.
@@ -122,12 +123,18 @@ class WindowPool(BlockPool):
 
 
 class FrozenStatePool(WindowPool):
-    """The pool of a state group. Tiers copy no states, so a state stays UNWANTED when it is reused,
-    and states are evicted in the order of their last use."""
+    """The pool of a state group. States are evicted in the order of their last use, whether tiers
+    have copies of them or not: a state that is not wanted in tiers yet may be the one after which a
+    running sequence restarts."""
+
+    def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
+        super().__init__(num_blocks, report_tokens=report_tokens)
+        self._cached = CachedBlocks(self._blocks, by_use=True)
 
     def may_take(self, block_id: int) -> bool:
-        """Returns whether `take` may be called: the state is CACHED."""
-        return not self._blocks[block_id].num_references
+        """Returns whether `take` may be called: the state is CACHED, and no tier copies it."""
+        block = self._blocks[block_id]
+        return not block.num_references and block.copy is not Copy.WRITING
 
     def take(self, block_id: int) -> list[int]:
         """Makes a CACHED state the running state of a sequence, which will change it. So it is not
@@ -138,11 +145,6 @@ class FrozenStatePool(WindowPool):
         assert table == [block_id], "the block that is freed last is not allocated first"
         return table
 
-    def want_copies(self, block_hashes: Iterable[bytes]) -> None:
-        """Does nothing, because tiers copy no states."""
-
-    def _reference(self, block_id: int) -> None:
-        super()._reference(block_id)
-        if block_id in self._unwritten:
-            del self._unwritten[block_id]
-            self._blocks[block_id].copy = Copy.UNWANTED
+    def last(self, block_hashes: Sequence[bytes]) -> bytes | None:
+        """Returns the last of these hashes under which a state is cached; None if there is none."""
+        return next((h for h in reversed(block_hashes) if h in self._by_hash), None)

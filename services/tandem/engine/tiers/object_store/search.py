@@ -12,12 +12,17 @@ example with 16 blocks, a window of 3 blocks and two runs:
 
 Block 15 is not found, and block 12 is. Then its neighbours, blocks 9 to 14, are requested. So a
 request can resume after block 12.
+
+A model with states can resume only at multiples of some number of tokens (checkpoints.py). So only
+the states at these depths are requested, and the blocks of windows only before a state that was
+found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tandem.engine.cache.checkpoints import checkpoint_spacing
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.tiers.storage import SharedStorage
 
@@ -56,7 +61,8 @@ def search(
         there = storages[number].look_up_each([block_hashes[index] for index in new])
         known[number].update(zip(new, there, strict=True))
 
-    deepest = _search_windows(layout, depth, known, look_up)
+    search_groups = _search_states if layout.state_groups else _search_windows
+    deepest = search_groups(layout, depth, known, look_up)
     for number, group in enumerate(layout.groups):
         if group.window is None:
             found[number] = found[number][:depth]
@@ -65,11 +71,39 @@ def search(
     return found
 
 
+# Looks up the blocks of a KV group with these chain indices, and adds the results to `known`.
+LookUp = Callable[[int, Sequence[int]], None]
+
+
+def _search_states(
+    layout: KvLayout, depth: int, known: Sequence[dict[int, bool]], look_up: LookUp
+) -> int:
+    """Returns the largest depth, at most `depth`, at which the store has the states and all blocks
+    that the windows need. Returns 0 if there is none."""
+    step = checkpoint_spacing(layout.block_size) // layout.block_size
+    states = layout.state_groups
+    depths = range(depth // step * step, 0, -step)
+    for at in range(0, len(depths), AT_ONCE):
+        some = depths[at : at + AT_ONCE]
+        for number in states:
+            look_up(number, [each - 1 for each in some])
+        for each in some:
+            if not all(known[number][each - 1] for number in states):
+                continue
+            needed = {
+                number: range(group.first_seen(each * layout.block_size), each)
+                for number, group in enumerate(layout.groups)
+                if group.window is not None
+            }
+            for number, indexes in needed.items():
+                look_up(number, indexes)
+            if all(known[number][i] for number, indexes in needed.items() for i in indexes):
+                return each
+    return 0
+
+
 def _search_windows(
-    layout: KvLayout,
-    depth: int,
-    known: Sequence[dict[int, bool]],
-    look_up: Callable[[int, Sequence[int]], None],
+    layout: KvLayout, depth: int, known: Sequence[dict[int, bool]], look_up: LookUp
 ) -> int:
     """Returns the largest depth, at most `depth`, at which the store has all blocks that the
     windows need. Returns 0 if there is none."""

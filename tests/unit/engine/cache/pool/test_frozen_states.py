@@ -36,12 +36,28 @@ def test_the_states_that_were_used_least_recently_are_evicted() -> None:
     assert cached(pool) == {b"b", b"c", b"d"}
     freeze(pool, b"e")
     assert cached(pool) == {b"b", b"d", b"e"}
-    pool.want_copies([b"b"])
     resume(pool, b"d")
+    pool.want_copies([b"b"])
     resume(pool, b"e")
     freeze(pool, b"a")
     assert cached(pool) == {b"a", b"d", b"e"}
     pool.check_integrity([])
+
+
+def test_a_state_that_a_tier_copies_is_not_taken() -> None:
+    """The sequence that takes it would change it while it is copied."""
+    pool = FrozenStatePool(2)
+    freeze(pool, b"a")
+    pool.want_copies([b"a"])
+    slot = pool.next_unwritten
+    assert slot is not None
+    assert pool.may_take(slot)
+    pool.start_write(slot)
+    assert not pool.may_take(slot)
+    pool.end_write(slot, has_copy=True)
+    assert pool.may_take(slot)
+    assert pool.take(slot) == [slot]
+    assert cached(pool) == set()
 
 
 def test_a_state_that_is_marked_goes_first() -> None:

@@ -25,7 +25,7 @@ from tandem.engine.tiers.object_store.search import search
 from tandem.engine.tiers.tier import LoadRate
 from tandem.errors import ConfigError
 from tests.engine_driver import make_engine, make_spec
-from tests.grouped_toy import GroupedToyRunner, Windows, make_grouped_engine
+from tests.grouped_toy import STATE, GroupedToyRunner, Windows, make_grouped_engine
 from tests.grouped_toy import continuation as grouped_continuation
 from tests.toy_runner import continuation
 from tests.unit.engine.tiers.test_seal import ONE, TWO, key_file
@@ -325,6 +325,23 @@ def test_windows_of_one_worker_are_loaded_by_another(windows: Windows, store: An
     two.close()
 
 
+def test_states_of_one_worker_are_loaded_by_another(store: Any) -> None:
+    """A look-up asks for states at multiples of 64 tokens alone."""
+    windows: Windows = (None, 5, STATE)
+    one, two = (
+        make_grouped_engine(windows, num_blocks=60, max_tokens_per_step=8, kv_store_url=URL)[0]
+        for _ in range(2)
+    )
+    tokens = [1, 2, 3] * 50
+    assert run(one, tokens).ends["0"].num_cached_tokens == 0
+    outcome = run(two, [*tokens, 9])
+    assert outcome.ends["0"].cached == CachedTokens(store=128)
+    assert outcome.token_ids["0"] == grouped_continuation([*tokens, 9], 5, windows)
+    assert tier(two).blocks_bad == 0
+    one.close()
+    two.close()
+
+
 class Shelf:
     """A shared storage that counts what it is asked for."""
 
@@ -383,3 +400,15 @@ def test_a_search_takes_no_run_for_the_deepest_before_all_its_blocks_were_asked_
     chain = [index.to_bytes(2, "big") for index in range(13)]
     shelves = [Shelf(set(range(13))), Shelf({0, 1, 10, 12})]
     assert {0, 1} <= set(search(shelves, layout, chain, 0)[1])
+
+
+@pytest.mark.parametrize(("states", "depth"), [({15, 31, 40}, 32), ({15, 40}, 16), ({40}, 0)])
+def test_a_search_asks_for_few_states(states: set[int], depth: int) -> None:
+    """The chain has 240 tokens, and a state is at a multiple of 64."""
+    layout = GroupedToyRunner((None, 6, STATE), block_size=4).layout()
+    chain = [index.to_bytes(2, "big") for index in range(60)]
+    shelves = [Shelf(set(range(60))), Shelf(set(range(60))), Shelf(states)]
+    _, windows, found = search(shelves, layout, chain, 0)
+    assert max(found, default=-1) == depth - 1
+    assert shelves[2].num_asked <= 3
+    assert shelves[1].num_asked == len(windows) == (2 if depth else 0)
