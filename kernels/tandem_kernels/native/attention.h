@@ -11,6 +11,10 @@
 // With a window, tiles before the window of the item's first row are skipped. With a KV budget
 // (docs/kv_budgets.md), a row attends to the first and the last keys of its context, and the tiles
 // between them are skipped.
+//
+// With sparse attention, an item has rows of one query, and reads only the keys that an indexer has
+// chosen for it (indexer.h). They are numbered in the order of their positions, and tiles are formed
+// of these numbers. If all keys are chosen, the result has the same bits as without an indexer.
 
 #include "block_sums.h"
 
@@ -317,18 +321,41 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
     }
 }
 
+// The keys that an indexer has chosen for a query.
+struct KeyChoice {
+    // Numbers of the chosen blocks of `size` keys, in ascending order. null: no keys are chosen, and
+    // the query attends to all.
+    const int32_t* blocks;
+    int num, size;
+
+    // Returns the position of chosen key i.
+    int position(int i) const { return size == 1 ? blocks[i] : blocks[i / size] * size + i % size; }
+
+    // Returns the number of chosen keys for a query that sees the keys before position `end`.
+    int num_keys(int end) const {
+        return (num - 1) * size + std::min(size, end - blocks[num - 1] * size);
+    }
+};
+
 struct Item {
     // Rows of the span. Row r is query r / group and head r % group.
     int span, kv_head, first_row, num_rows;
     int window;                              // window of the layer (decoder.h)
     int group;                               // number of heads that share a KV head
+    KeyChoice choice;                        // if keys are chosen, all rows have the same query
 };
+
+// Returns the keys to which a query of an item attends.
+inline Seen keys_seen(const Span& span, int query, const Item& item) {
+    if (item.choice.blocks == nullptr) return keys_seen(span, query, item.window);
+    return {0, 0, item.choice.num_keys(keys_seen(span, query, 0).end)};
+}
 
 // Returns the keys to which at least one row of the item attends.
 inline Seen keys_of(const Span& span, const Item& item) {
     const int last_query = (item.first_row + item.num_rows - 1) / item.group;
-    Seen seen = keys_seen(span, item.first_row / item.group, item.window);
-    seen.end = keys_seen(span, last_query, item.window).end;
+    Seen seen = keys_seen(span, item.first_row / item.group, item);
+    seen.end = keys_seen(span, last_query, item).end;
     return seen;
 }
 
@@ -348,7 +375,9 @@ struct HeadKv {
     size_t of_key, of_value;  // elements of a row of K and of V
     bool has_values;
     KeyChannels channels;
-    // Keys 0 to `start` - 1 and keys `first_key` to `num_keys` - 1 are read.
+    KeyChoice choice;
+    // Keys 0 to `start` - 1 and keys `first_key` to `num_keys` - 1 are read. If keys are chosen,
+    // these are numbers of chosen keys, otherwise positions.
     int start, first_key, num_keys;
 
     HeadKv(const Step& step, const Layer& layer, const Item& item)
@@ -365,6 +394,7 @@ struct HeadKv {
           of_value(value_row<T>(layer)),
           has_values(layer.latent == nullptr),
           channels(key_channels(group, layer, item.kv_head)),
+          choice(item.choice),
           start(keys_of(step.spans[item.span], item).start),
           first_key(keys_of(step.spans[item.span], item).first),
           num_keys(keys_of(step.spans[item.span], item).end) {}
@@ -418,6 +448,15 @@ struct HeadKv {
     // address too: `nothing` if they are after the last key that is read, and otherwise the address
     // of some key that is read.
     void tile(int first, int most, const T* nothing, const T** rows) const {
+        if (choice.blocks != nullptr) {
+            const int num = std::clamp(num_keys - first, 0, most);
+            for (int i = 0; i < num; ++i) {
+                const int key = choice.position(first + i);
+                rows[i] = part(key) + key % block_size * of_key;
+            }
+            std::fill(rows + num, rows + most, nothing);
+            return;
+        }
         const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             for (int j = 0; j < here; ++j) rows[i + j] = part + (offset + j) * of_key;
         });
@@ -580,7 +619,7 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         const float* from = queries + (span.first_row + query) * stride +
                             static_cast<size_t>(item.kv_head * group + head) * dim;
         kv.put_query(from, q + i * dim);
-        sees[i] = keys_seen(span, query, item.window);
+        sees[i] = keys_seen(span, query, item);
         if (has_shares) shares[i] = sums.shares(item.span, query, item.kv_head * group + head);
         highest[i] = -INFINITY;
         mass[i] = 0.0f;
@@ -667,10 +706,19 @@ inline int rows_of_item(const Model& model, const Step& step) {
     return kRowsMax;
 }
 
+// Returns the size of an indexer's queries, which have zeros after their elements.
+inline int rounded_dim(const Indexer& indexer) {
+    return (indexer.dim + kPanel - 1) / kPanel * kPanel;
+}
+
+// Returns the size of a thread's buffer, in floats. indexer.h uses the buffer, too.
 inline size_t attention_floats(const Model& model, const Step& step) {
     int dim = 0;
-    for (int index = 0; index < model.num_layers; ++index)
-        dim = std::max(dim, model.layers[index].head_dim);
+    for (int index = 0; index < model.num_layers; ++index) {
+        const Layer& layer = model.layers[index];
+        dim = std::max(dim, layer.head_dim);
+        if (layer.indexer != nullptr) dim = std::max(dim, rounded_dim(*layer.indexer));
+    }
 #ifdef TANDEM_PAIRS
     if (is_dot(model, step)) return attention_dot_floats(dim);
 #endif

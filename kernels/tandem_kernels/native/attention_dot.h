@@ -585,7 +585,7 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
         for (int d = 0; d < dim; d += kPanel)
             _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d),
                                 (__m256i)_mm512_cvtneps_pbh(load(from + d)));
-        sees[i] = keys_seen(span, query, item.window);
+        sees[i] = keys_seen(span, query, item);
         if (has_shares) shares[i] = block_sums.shares(item.span, query, head_of(i));
         at.sums[i] = {{}, -INFINITY};
     }

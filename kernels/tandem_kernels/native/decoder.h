@@ -144,6 +144,23 @@ struct Latent {  // see latent.h
     float norm_eps;
 };
 
+struct Indexer {  // see indexer.h
+    // [heads * rounded dim, inputs]. With latent attention, the inputs are the latents of queries,
+    // otherwise the normalized hidden states. Each head has `dim` outputs and then zeros.
+    Matrix queries;
+    Matrix keys;              // [dim, hidden]
+    Matrix head_weights;      // [heads, hidden], if tokens are chosen
+    const float* query_norm;  // [dim]: norm of each head's query; null: none
+    const float* key_norm;    // [dim]
+    const float* key_bias;    // [dim]: the norm of keys is a LayerNorm with this bias; null: RMSNorm
+    int32_t num_heads, dim, rope;  // rope: number of elements that RoPE rotates; they come first
+    int32_t top_k;        // number of tokens, or of blocks, to which a query attends
+    int32_t choice_size;  // number of tokens in a chosen block; 1: tokens are chosen
+    int32_t num_local;    // number of blocks that are always chosen, up to that of the query
+    int32_t place;        // index among the indexers of all layers
+    float key_norm_eps;
+};
+
 enum StateForm : int32_t { GATED_DELTA = 0, MAMBA2 = 1, SHORT_CONV = 2, KIMI_DELTA = 3 };
 
 constexpr int kSectionsMax = 3;
@@ -177,8 +194,26 @@ struct LayerInputs {  // the embeddings that tokens have for each layer (layer_i
     Matrix projection;      // [layers * size, hidden]
     const float* norm;      // [size]
     int32_t embedding_kind, size;
+    int32_t vocab;     // number of embeddings; tokens from this id on have that of token 0
     float multiplier;  // factor on the embeddings
 };
+
+struct AltUpLayer {  // see alt_up.h
+    // [copies][hidden]: weights of the router, times those of its norm, divided by `hidden`
+    const float* router;
+    const float* prediction;    // [copies * copies][copies]
+    const float* correction;    // [copies][copies]
+    const float* output_scale;  // [hidden]; null: no factors
+    Matrix left, right;         // [rank, hidden] and [hidden, rank]: LAuReL
+    const float* laurel_norm;   // [hidden]
+};
+
+struct AltUp {  // the copies of the residual stream
+    const Matrix *make, *merge;  // [copies - 1]: matrices [hidden, hidden]
+    int32_t num, active;         // number of copies, and index of the one that layers compute
+};
+
+constexpr int kCopiesMax = 16;
 
 struct Layer {  // Norms that the model does not have are null.
     const float* attention_norm;
@@ -214,6 +249,15 @@ struct Layer {  // Norms that the model does not have are null.
     int32_t shares_kv;
     float scalar;             // factor on the output of the layer
     const LayerInput* input;  // null: tokens have no embeddings for layers
+    // The indexer that chooses the keys to which a query attends. null: a query attends to all.
+    const Indexer* indexer;
+    // true: `indexer` is an earlier layer's, and this layer uses the choice of that layer
+    int32_t shares_choice;
+    // true: gates of the MLP below the mean of a row plus `gate_deviations` standard deviations
+    // become 0
+    int32_t has_sparse_gates;
+    float gate_deviations;
+    const AltUpLayer* alt_up;  // null: the residual stream has no copies
 };
 
 struct Model {
@@ -239,6 +283,7 @@ struct Model {
     float attention_cap;  // soft cap of scores; 0: no cap
     float value_scale;    // factor on values
     const LayerInputs* layer_inputs;  // null: tokens have no embeddings for layers
+    const AltUp* alt_up;              // null: the residual stream has no copies
 };
 
 struct Span {  // the tokens that a step computes for a sequence: the last ones of its context

@@ -226,57 +226,7 @@ inline void embed_all(const Model& model, const Step& step, float* hidden, const
     team.wait();
 }
 
-// Divides the attention of a step into items (attention.h). The longest items come first, so that
-// no thread begins a long one when the others are almost done.
-inline std::vector<Item> items_of(const Model& model, const Step& step, const Layer& layer) {
-    const int group = model.num_heads / layer.num_kv_heads;
-    const int most = rows_of_item(model, step);
-    std::vector<Item> items;
-    for (int s = 0; s < step.num_spans; ++s) {
-        const int rows = step.spans[s].num_queries * group, num = (rows + most - 1) / most;
-        for (int i = num - 1; i >= 0; --i) {
-            const int first = static_cast<int64_t>(rows) * i / num;
-            const int end = static_cast<int64_t>(rows) * (i + 1) / num;
-            for (int h = 0; h < layer.num_kv_heads; ++h)
-                items.push_back({s, h, first, end - first, layer.window, group});
-        }
-    }
-    // To estimate how long an item takes: reading a key takes as long as multiplying 4 rows by it.
-    constexpr int kFetching = 4;
-    const auto work = [&](const Item& item) {
-        const Seen keys = keys_of(step.spans[item.span], item);
-        return (item.num_rows + kFetching) *
-               static_cast<int64_t>(keys.end - keys.first + keys.start);
-    };
-    std::stable_sort(items.begin(), items.end(),
-                     [&](const Item& a, const Item& b) { return work(a) > work(b); });
-    return items;
-}
-
-// The attention items of each layer. Layers with the same window and the same number of KV heads
-// have the same items.
-struct LayerItems {
-    std::vector<std::vector<Item>> items;
-    std::vector<const Layer*> kinds;  // a layer for each of `items`
-
-    LayerItems(const Model& model, const Step& step, int num_layers) {
-        for (int index = 0; index < num_layers; ++index) {
-            const Layer& layer = model.layers[index];
-            if (kind_of(layer) < kinds.size()) continue;
-            kinds.push_back(&layer);
-            items.push_back(items_of(model, step, layer));
-        }
-    }
-
-    size_t kind_of(const Layer& layer) const {
-        const auto is_alike = [&](const Layer* other) {
-            return other->window == layer.window && other->num_kv_heads == layer.num_kv_heads;
-        };
-        return std::find_if(kinds.begin(), kinds.end(), is_alike) - kinds.begin();
-    }
-
-    const std::vector<Item>& of(const Layer& layer) const { return items[kind_of(layer)]; }
-};
+struct ScoreBatch;
 
 struct Rows {  // buffers of a step, shared by all threads
     float *hidden, *input, *projected, *attended, *delta, *rounded, *routed, *logits;
@@ -287,13 +237,87 @@ struct Rows {  // buffers of a step, shared by all threads
     const StateSpan* state_spans;
     int num_state_spans;
     float* layer_inputs;  // see layer_inputs.h
+    // See indexer.h: [rows][heads][rounded dim], [rows][dim], [rows][heads], and the scores of the
+    // queries of a batch.
+    float *index_queries, *index_keys, *index_weights, *scores;
+    int32_t* choice;  // [rows][choices][top k]
+    const std::vector<ScoreBatch>* batches;
+    float* copies;  // see alt_up.h
 };
 
 }  // namespace tandem::TANDEM_ISA
 
 #include "latent.h"
+#include "indexer.h"
 
 namespace tandem::TANDEM_ISA {
+
+// Divides the attention of a step into items (attention.h). The longest items come first, so that
+// no thread begins a long one when the others are almost done. `choice` is that of Rows.
+inline std::vector<Item> items_of(const Model& model, const Step& step, const Layer& layer,
+                                  int32_t* choice) {
+    const int group = model.num_heads / layer.num_kv_heads;
+    const int most = rows_of_item(model, step);
+    std::vector<Item> items;
+    for (int s = 0; s < step.num_spans; ++s) {
+        const Span& span = step.spans[s];
+        const int num_queries = num_unchosen(span, layer);
+        const int rows = num_queries * group, num = (rows + most - 1) / most;
+        for (int i = num - 1; i >= 0; --i) {
+            const int first = static_cast<int64_t>(rows) * i / num;
+            const int end = static_cast<int64_t>(rows) * (i + 1) / num;
+            for (int h = 0; h < layer.num_kv_heads; ++h)
+                items.push_back({s, h, first, end - first, layer.window, group, {}});
+        }
+        for (int query = num_queries; query < span.num_queries; ++query)
+            for (int h = 0; h < layer.num_kv_heads; ++h) {
+                const KeyChoice chosen =
+                    choice_of(*layer.indexer, choice, span.first_row + query, h);
+                for (int first = 0; first < group; first += most)
+                    items.push_back({s, h, query * group + first, std::min(most, group - first),
+                                     layer.window, group, chosen});
+            }
+    }
+    // To estimate how long an item takes: reading a key takes as long as multiplying 4 rows by it.
+    constexpr int kFetching = 4;
+    const auto num_keys = [&](const Item& item) -> int64_t {
+        if (item.choice.blocks != nullptr) return item.choice.num * item.choice.size;
+        const Seen keys = keys_of(step.spans[item.span], item);
+        return keys.end - keys.first + keys.start;
+    };
+    const auto work = [&](const Item& item) {
+        return (item.num_rows + kFetching) * num_keys(item);
+    };
+    std::stable_sort(items.begin(), items.end(),
+                     [&](const Item& a, const Item& b) { return work(a) > work(b); });
+    return items;
+}
+
+// The attention items of each layer. Layers with the same window and the same number of KV heads
+// have the same items, if keys are chosen for all of them or for none.
+struct LayerItems {
+    std::vector<std::vector<Item>> items;
+    std::vector<const Layer*> kinds;  // a layer for each of `items`
+
+    LayerItems(const Model& model, const Step& step, int num_layers, int32_t* choice) {
+        for (int index = 0; index < num_layers; ++index) {
+            const Layer& layer = model.layers[index];
+            if (kind_of(layer) < kinds.size()) continue;
+            kinds.push_back(&layer);
+            items.push_back(items_of(model, step, layer, choice));
+        }
+    }
+
+    size_t kind_of(const Layer& layer) const {
+        const auto is_alike = [&](const Layer* other) {
+            return other->window == layer.window && other->num_kv_heads == layer.num_kv_heads &&
+                   (other->indexer == nullptr) == (layer.indexer == nullptr);
+        };
+        return std::find_if(kinds.begin(), kinds.end(), is_alike) - kinds.begin();
+    }
+
+    const std::vector<Item>& of(const Layer& layer) const { return items[kind_of(layer)]; }
+};
 
 // Returns the size of a row in `projected`.
 inline size_t projected_width(const Model& model, const Layer& layer) {
@@ -312,13 +336,15 @@ inline size_t projected_width(const Model& model, const Layer& layer) {
 
 #include "state_functions.h"
 
+#include "alt_up.h"
 #include "layer_inputs.h"
 #include "state_layer.h"
 
 namespace tandem::TANDEM_ISA {
 
 // Computes a layer up to attention: normalizes the rows, projects them, computes the part that has a
-// state, rotates Q and K, and stores K and V. The queries are then in `projected`, or with latent attention in `queries`.
+// state, rotates Q and K, and stores K and V. The queries are then in `projected`, or with latent
+// attention in `queries`. Does the same for the layer's indexer.
 inline void store_kv(const Model& model, const Step& step, int index, const Rows& rows,
                      const Team& team) {
     const Layer& layer = model.layers[index];
@@ -348,7 +374,10 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     rows.laps->end(QKV, team.own_thread);
     if (layer.state != nullptr) place_state(model, step, index, rows, team);
     if (!layer.has_attention) return;
-    if (layer.latent != nullptr) return place_latent(model, step, index, rows, team);
+    if (layer.latent != nullptr) {
+        place_latent(model, step, index, rows, team);
+        return place_index(model, step, index, rows, team);
+    }
     team.each(step.num_rows, [&](int row) {
         float* heads = rows.projected + row * width;
         by_kv_kind(step, [&](auto kept) {
@@ -356,6 +385,7 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
         });
     });
     rows.laps->end(PLACE, team.own_thread);
+    place_index(model, step, index, rows, team);
 }
 
 // Returns the number of gates and ups of a row.
@@ -366,9 +396,11 @@ inline size_t gate_up_width(const Mlp& mlp) {
 // Computes activation(gate) * up, the input of the MLP's down product.
 inline Inputs gate_all(const Model& model, int index, const Step& step, const Inputs& normed,
                        const Rows& rows, const Team& team) {
-    const Mlp& mlp = model.layers[index].mlp;
+    const Layer& layer = model.layers[index];
+    const Mlp& mlp = layer.mlp;
 #ifdef TANDEM_PAIRS
-    if (kind_of_inputs(mlp.gate_up.kind) == BF16_PAIRS && mlp.gate_up.gating.has_gates()) {
+    if (kind_of_inputs(mlp.gate_up.kind) == BF16_PAIRS && mlp.gate_up.gating.has_gates() &&
+        !layer.has_sparse_gates) {
         Inputs gated = inputs_of(mlp.down, rows.projected, step.num_rows, rows.rounded);
         gated.added = added_gates(model, rows.lora, index, normed, team);
         gate(mlp.gate_up, normed, gated, team);
@@ -385,7 +417,9 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
     add_lora(rows.lora, index, &LoraLayer::gate_up, normed, projected, team);
     rows.laps->end(GATE_UP, team.own_thread);
     team.each(step.num_rows, [&](int row) {
-        gate_row(rows.projected + row * width, mlp.gate_up.gating, gated.row(row));
+        float* const gates = rows.projected + row * width;
+        if (layer.has_sparse_gates) cut_gates(layer.gate_deviations, mlp.down.in, gates);
+        gate_row(gates, mlp.gate_up.gating, gated.row(row));
     });
     rows.laps->end(SILU, team.own_thread);
     return gated;
@@ -478,6 +512,7 @@ inline Inputs attend_layer(const Model& model, const Step& step, int index, cons
         is_latent ? attended_latents(model, layer, step, rows)
                   : inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
     if (layer.has_attention) {
+        choose_keys(model, step, index, rows, buffer, team);
         team.each_in_turn(items.size(), [&](size_t i) {
             const Item& next = items[i + team.threads < items.size() ? i + team.threads : i];
             attend_any(model, step, index, items[i], next, queries, width, attended, sums, buffer);
@@ -500,12 +535,14 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
         if (model.is_parallel) return add_parallel(model, index, step, attended, rows, team);
         add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT,
                     rows, index, &LoraLayer::attention_out, team);
+        add_laurel(model, index, step, rows, team);
     }
     if (!layer.has_mlp) return;
     if (layer.experts != nullptr)
         add_experts(model, index, step, rows, team);
     else
         add_mlp(model, index, step, rows, team);
+    correct_copies(model, index, step, rows, team);
     if (layer.input != nullptr) add_layer_input(model, index, step, rows, team);
     scale_hidden(model, layer.scalar, step, rows, team);
 }
@@ -518,17 +555,19 @@ inline const Experts* experts_of(const Model& model) {
     return nullptr;
 }
 
-inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
+inline Rows rows_of(const Model& model, const Step& step,
+                    const std::vector<ScoreBatch>& batches, Scratch& scratch) {
     const size_t rows = step.num_rows;
-    int heads = 0, attended = 0, narrow = 0;
+    int heads = 0, attended = 0, laurel = 0, narrow = 0;
     for (int index = 0; index < model.num_layers; ++index) {
         const Layer& layer = model.layers[index];
         heads = std::max(heads, static_cast<int>(projected_width(model, layer)));
         attended = std::max({attended, layer.attention_out.in, model.num_heads * layer.head_dim});
         if (layer.state != nullptr) narrow = std::max(narrow, layer.state->decay_out.in);
+        if (layer.alt_up != nullptr) laurel = std::max(laurel, layer.alt_up->left.out);
     }
     const int of_layer = model.layer_inputs == nullptr ? 0 : model.layer_inputs->size;
-    const int inner = std::max(model.inner, of_layer), hidden = model.hidden;
+    const int inner = std::max({model.inner, of_layer, laurel}), hidden = model.hidden;
     for (Buffer& buffer : scratch.of_thread) buffer.of(attention_floats(model, step));
     const LatentFloats latent(model, rows);
     size_t projected =
@@ -551,6 +590,9 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
                    reinterpret_cast<int32_t*>(scratch.first.of(experts->num + 1))};
     }
     rounded = std::max(rounded, scratch.expanded_floats * model.num_threads * scratch.ranks.num);
+    const IndexFloats index(model, rows, batches);
+    float* const of_index = scratch.index.of(index.queries + index.keys + index.weights);
+    const int num_copies = model.alt_up == nullptr ? 0 : model.alt_up->num;
     return {scratch.hidden.of(rows * hidden),
             scratch.input.of(
                 std::max(input_floats(rows, std::max({inner, hidden, narrow})), latent.input)),
@@ -569,15 +611,23 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
             lora_of(model, step, scratch),
             nullptr,
             0,
-            layer_inputs_of(model, step, scratch)};
+            layer_inputs_of(model, step, scratch),
+            of_index,
+            of_index + index.queries,
+            of_index + index.queries + index.keys,
+            scratch.scores.of(index.scores),
+            reinterpret_cast<int32_t*>(scratch.choice.of(index.choice)),
+            &batches,
+            scratch.copies.of(rows * num_copies * hidden)};
 }
 
 inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
-    Rows rows = rows_of(model, step, scratch);
+    const std::vector<ScoreBatch> batches = score_batches(model, step);
+    Rows rows = rows_of(model, step, batches, scratch);
     const std::vector<StateSpan> state_spans = state_spans_of(model, step);
     rows.state_spans = state_spans.data();
     rows.num_state_spans = static_cast<int>(state_spans.size());
-    const LayerItems items(model, step, model.num_layers - 1);
+    const LayerItems items(model, step, model.num_layers - 1, rows.choice);
     const BlockSums sums = block_sums_of(model, step, scratch, true);
     scratch.laps.start();
 #pragma omp parallel num_threads(model.num_threads)
@@ -587,8 +637,11 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
         float* buffer = scratch.of_thread[team.own_thread].of(attention_floats(model, step));
         embed_all(model, step, rows.hidden, team);
         if (model.layer_inputs != nullptr) compute_layer_inputs(model, step, rows, team);
+        if (model.alt_up != nullptr)
+            multiply_copies(model, model.alt_up->make, step, rows, false, team);
         rows.laps->end(EMBED, team.own_thread);
         for (int index = 0; index < model.num_layers; ++index) {
+            predict_copies(model, index, step, rows, team);
             store_kv(model, step, index, rows, team);
             if (index + 1 < model.num_layers)
                 finish_layer(model, step, index, rows, items.of(model.layers[index]), sums, buffer,
@@ -641,9 +694,10 @@ inline void finish_logits(const Model& model, float* logits, int first, int end)
 }
 
 inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
-    const Rows rows = rows_of(model, step, scratch);
+    const std::vector<ScoreBatch> batches = score_batches(model, step);
+    const Rows rows = rows_of(model, step, batches, scratch);
     const std::vector<Item> items =
-        items_of(model, step, model.layers[model.num_layers - 1]);
+        items_of(model, step, model.layers[model.num_layers - 1], rows.choice);
     const BlockSums sums = block_sums_of(model, step, scratch, false);
     const Inputs last = inputs_of(
         model.output, scratch.last.of(input_floats(step.num_logit_rows, model.hidden)),
@@ -658,6 +712,8 @@ inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
         const Team team = scratch.team(omp_get_thread_num(), omp_get_num_threads());
         float* buffer = scratch.of_thread[team.own_thread].of(attention_floats(model, step));
         finish_layer(model, step, model.num_layers - 1, rows, items, sums, buffer, team);
+        if (model.alt_up != nullptr)
+            multiply_copies(model, model.alt_up->merge, step, rows, true, team);
         team.each(step.num_logit_rows, [&](int i) {
             norm_hidden(model, rows.hidden + static_cast<size_t>(step.logit_rows[i]) * model.hidden,
                         model.final_norm, last.row(i));

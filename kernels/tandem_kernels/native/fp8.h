@@ -66,6 +66,10 @@ inline size_t expanded_floats(const Model& model) {
         if (is_fp8(matrix.kind)) most = std::max(most, expanded_floats(matrix.in));
     };
     add(model.output);
+    for (int i = 0; model.alt_up != nullptr && i + 1 < model.alt_up->num; ++i) {
+        add(model.alt_up->make[i]);
+        add(model.alt_up->merge[i]);
+    }
     for (int i = 0; i < model.num_layers; ++i) {
         const Layer& layer = model.layers[i];
         add(layer.qkv);
@@ -73,6 +77,10 @@ inline size_t expanded_floats(const Model& model) {
         if (layer.input != nullptr) {
             add(layer.input->gate);
             add(layer.input->projection);
+        }
+        if (layer.alt_up != nullptr) {
+            add(layer.alt_up->left);
+            add(layer.alt_up->right);
         }
         most = std::max(most, expanded_floats(layer.mlp));
         const int num_experts = layer.experts == nullptr ? 0 : layer.experts->num;

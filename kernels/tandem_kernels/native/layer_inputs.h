@@ -4,7 +4,8 @@
 //     (norm(W x / sqrt(hidden)) + embedding[token] * multiplier) / sqrt(2)
 //
 // where x is the token's embedding, and the norm is over each part. At its end, the layer adds
-// norm(projection . (activation(gate . x) * input)) to the residual stream x.
+// norm(projection . (activation(gate . x) * input)) to the residual stream x. If the stream has
+// copies, x is what alt_up.h computes from the active copy, and all copies but the first change.
 
 namespace tandem::TANDEM_ISA {
 
@@ -38,7 +39,8 @@ inline void compute_layer_inputs(const Model& model, const Step& step, const Row
     const float scale = 1.0f / std::sqrt(static_cast<float>(model.hidden));
     team.each(step.num_rows, [&](int row) {
         float* to = rows.layer_inputs + row * width;
-        const size_t first = step.token_ids[row] * width;
+        const int token = step.token_ids[row] < all.vocab ? step.token_ids[row] : 0;
+        const size_t first = token * width;
         for (size_t i = 0; i < width; ++i) to[i] *= scale;
         for (size_t at = 0; at < width; at += size) {
             norm_head(to + at, all.norm, size, model.norm_eps);
@@ -78,7 +80,11 @@ inline void add_layer_input(const Model& model, int index, const Step& step, con
     linear(input.projection, gates, {rows.delta, hidden, Into::kSet}, team);
     team.wait();
     team.each(step.num_rows, [&](int row) {
-        add_row(rows.delta + row * hidden, input.norm, model, rows.hidden + row * hidden);
+        const float* const delta = rows.delta + row * hidden;
+        if (model.alt_up == nullptr)
+            return add_row(delta, input.norm, model, rows.hidden + row * hidden);
+        for (int copy = 1; copy < model.alt_up->num; ++copy)
+            add_row(delta, input.norm, model, copy_of(model, rows, row, copy));
     });
     rows.laps->end(DOWN, team.own_thread);
 }

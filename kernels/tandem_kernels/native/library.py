@@ -38,6 +38,7 @@ from tandem_kernels.native.kinds import whole_steps as whole_steps
 
 _RANK_ENDED = 2  # the status that functions of api.cpp return if another rank has ended
 SECTIONS_MAX = 3  # sections of the channels of a layer's convolution
+COPIES_MAX = 16  # copies of the residual stream (kCopiesMax of decoder.h)
 _UNIT_INPUTS = 64  # quantized weights: the number of inputs is padded to a multiple of 64
 
 
@@ -104,6 +105,26 @@ class Latent(Structure):
     )
 
 
+class Indexer(Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("queries", "keys", "head_weights")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "key_bias")),
+        *(
+            (name, c_int32)
+            for name in (
+                "num_heads",
+                "dim",
+                "rope",
+                "top_k",
+                "choice_size",
+                "num_local",
+                "place",
+            )
+        ),
+        ("key_norm_eps", c_float),
+    )
+
+
 class StateLayer(Structure):
     _fields_ = (
         *((name, c_void_p * SECTIONS_MAX) for name in ("taps", "conv_bias")),
@@ -131,9 +152,26 @@ class LayerInputs(Structure):
         ("embedding", c_void_p),
         ("projection", Matrix),
         ("norm", c_void_p),
-        ("embedding_kind", c_int32),
-        ("size", c_int32),
+        *((name, c_int32) for name in ("embedding_kind", "size", "vocab")),
         ("multiplier", c_float),
+    )
+
+
+class AltUpLayer(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("router", "prediction", "correction", "output_scale")),
+        ("left", Matrix),
+        ("right", Matrix),
+        ("laurel_norm", c_void_p),
+    )
+
+
+class AltUp(Structure):
+    _fields_ = (
+        ("make", POINTER(Matrix)),
+        ("merge", POINTER(Matrix)),
+        ("num", c_int32),
+        ("active", c_int32),
     )
 
 
@@ -163,6 +201,11 @@ class Layer(Structure):
         *((name, c_int32) for name in ("num_kv_heads", "head_dim", "value_dim", "shares_kv")),
         ("scalar", c_float),
         ("input", POINTER(LayerInput)),
+        ("indexer", POINTER(Indexer)),
+        ("shares_choice", c_int32),
+        ("has_sparse_gates", c_int32),
+        ("gate_deviations", c_float),
+        ("alt_up", POINTER(AltUpLayer)),
     )
 
 
@@ -209,6 +252,7 @@ class Model(Structure):
             )
         ),
         ("layer_inputs", POINTER(LayerInputs)),
+        ("alt_up", POINTER(AltUp)),
     )
 
 

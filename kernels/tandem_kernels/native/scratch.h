@@ -105,6 +105,8 @@ struct Scratch {
     Buffer heads, queries, of_heads;  // see latent.h
     Buffer block_shares;              // see block_sums.h
     Buffer layer_inputs;              // see layer_inputs.h
+    Buffer index, scores, choice;     // see indexer.h
+    Buffer copies;                    // see alt_up.h
     std::vector<std::size_t> first_shares;
     Buffer chosen, choices, first;  // the arrays of Routing
     Buffer largest;                 // Largest, [threads, logit rows]
@@ -121,7 +123,7 @@ struct Scratch {
         for (Buffer* buffer :
              {&hidden, &input, &projected, &attended, &delta, &rounded, &last, &gates, &routed,
               &logits, &heads, &queries, &of_heads, &block_shares, &chosen, &choices, &first,
-              &largest, &layer_inputs}) {
+              &largest, &layer_inputs, &index, &scores, &choice, &copies}) {
             buffer->share(at, ranks.buffer_bytes);
             at += ranks.buffer_bytes;
         }
@@ -142,6 +144,6 @@ struct Scratch {
     }
 };
 
-constexpr int kSharedBuffers = 19;
+constexpr int kSharedBuffers = 23;
 
 }  // namespace tandem

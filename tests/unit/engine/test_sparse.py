@@ -3,6 +3,7 @@ computed, cached, copied or pulled. The indexers of the tiny models choose 24 to
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,59 +25,71 @@ NUM_TOKENS = 20
 _PROMPT = torch.randint(0, 203, (300,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
+@dataclass(frozen=True)
+class Tiny:
+    folder: ModelFolder
+    oracle: Oracle
+    kernels: str
+
+    def make(self, **settings: Any) -> tuple[Engine, ModelRunner]:
+        settings = {"num_blocks": 100, "max_num_seqs": 4, "max_tokens_per_step": 100} | settings
+        return make_model_engine(
+            self.folder, dtype="float32", block_size=16, kernels=self.kernels, **settings
+        )
+
+
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("deepseek-v3.2", marks=pytest.mark.slow), "glm5", "minimax-m3"],
+    params=[
+        ("glm5", "native"),
+        ("minimax-m3", "torch"),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                ("glm5", "torch"),
+                ("deepseek-v3.2", "native"),
+                ("deepseek-v3.2", "torch"),
+            )
+        ),
+    ],
+    ids="-".join,
 )
-def tiny(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[ModelFolder, Oracle]:
-    folder, model = make_tiny_model(request.param, tmp_path_factory.mktemp("model"))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    family, kernels = request.param
+    folder, model = make_tiny_model(family, tmp_path_factory.mktemp("model"))
     assert model.generation_config is not None
     model.generation_config.eos_token_id = None
-    return folder, Oracle(model)
-
-
-def make(folder: ModelFolder, **settings: Any) -> tuple[Engine, ModelRunner]:
-    settings = {"num_blocks": 100, "max_num_seqs": 4, "max_tokens_per_step": 100} | settings
-    return make_model_engine(folder, dtype="float32", block_size=16, **settings)
+    return Tiny(folder, Oracle(model), kernels)
 
 
 @pytest.mark.parametrize("tokens_per_step", [7, 100])
-def test_a_prompt_resumes_at_each_block(
-    tiny: tuple[ModelFolder, Oracle], tokens_per_step: int
-) -> None:
-    folder, oracle = tiny
-    engine, _ = make(folder, max_tokens_per_step=tokens_per_step)
-    assert oracle.check(engine, _PROMPT[:200]) == [0]
-    assert oracle.check(engine, _PROMPT[:200]) == [199]
-    assert oracle.check(engine, [*_PROMPT[:100], 5, 6]) == [100]  # copies a part of a block
-    assert oracle.check(engine, *[_PROMPT[:250]] * 4) == [200, 249, 249, 249]
+def test_a_prompt_resumes_at_each_block(tiny: Tiny, tokens_per_step: int) -> None:
+    engine, _ = tiny.make(max_tokens_per_step=tokens_per_step)
+    assert tiny.oracle.check(engine, _PROMPT[:200]) == [0]
+    assert tiny.oracle.check(engine, _PROMPT[:200]) == [199]
+    assert tiny.oracle.check(engine, [*_PROMPT[:100], 5, 6]) == [100]  # copies a part of a block
+    assert tiny.oracle.check(engine, *[_PROMPT[:250]] * 4) == [200, 249, 249, 249]
 
 
 @pytest.mark.parametrize("destroy", [True, False])
-def test_cached_index_keys_that_are_zeroed_change_the_tokens(
-    tiny: tuple[ModelFolder, Oracle], destroy: bool
-) -> None:
-    folder, oracle = tiny
-    engine, runner = make(folder)
-    oracle.check(engine, _PROMPT)
+def test_cached_index_keys_that_are_zeroed_change_the_tokens(tiny: Tiny, destroy: bool) -> None:
+    engine, runner = tiny.make()
+    tiny.oracle.check(engine, _PROMPT)
     if destroy:
         index_keys(runner).zero_()
         with pytest.raises(AssertionError):
-            oracle.check(engine, _PROMPT)
+            tiny.oracle.check(engine, _PROMPT)
     else:
-        assert oracle.check(engine, _PROMPT) == [299]
+        assert tiny.oracle.check(engine, _PROMPT) == [299]
 
 
-def test_preempted_sequences(tiny: tuple[ModelFolder, Oracle]) -> None:
-    folder, oracle = tiny
-    engine, _ = make(folder, num_blocks=26)
+def test_preempted_sequences(tiny: Tiny) -> None:
+    engine, _ = tiny.make(num_blocks=26)
     prompts = [_PROMPT[:100], _PROMPT[100:210], _PROMPT[50:160]]
     specs = [make_spec(f"{i}", prompt, max_tokens=60) for i, prompt in enumerate(prompts)]
     outcome = drive_all(engine, *specs)
     for spec in specs:
-        expected = oracle.tokens(tuple(spec.token_ids), 60)
+        expected = tiny.oracle.tokens(tuple(spec.token_ids), 60)
         assert outcome.token_ids[spec.sequence_id] == expected
     assert sum(end.num_preemptions for end in outcome.ends.values()) > 0
 
@@ -94,23 +107,20 @@ class PoolWithoutIndexKeys:
 
 
 @pytest.mark.parametrize("destroy", [True, False])
-def test_pulled_index_keys_that_are_zeroed_change_the_tokens(
-    tiny: tuple[ModelFolder, Oracle], destroy: bool
-) -> None:
-    folder, oracle = tiny
-    (source, source_runner), (here, here_runner) = make(folder), make(folder)
+def test_pulled_index_keys_that_are_zeroed_change_the_tokens(tiny: Tiny, destroy: bool) -> None:
+    (source, source_runner), (here, here_runner) = tiny.make(), tiny.make()
     memory: Any = here_runner.pools[0].memory
     outcome, _ = prefill_elsewhere(
         (source, source_runner.pools[0].memory),
         (here, PoolWithoutIndexKeys(here_runner) if destroy else memory),
         lambda mode: specs_of([_PROMPT[:150]], NUM_TOKENS, mode),
     )
-    expected = oracle.tokens(tuple(_PROMPT[:150]), NUM_TOKENS)
+    expected = tiny.oracle.tokens(tuple(_PROMPT[:150]), NUM_TOKENS)
     assert (outcome.token_ids["0"] == expected) is not destroy
 
 
-def test_a_kv_budget_is_refused(tiny: tuple[ModelFolder, Oracle]) -> None:
-    engine, _ = make(tiny[0])
+def test_a_kv_budget_is_refused(tiny: Tiny) -> None:
+    engine, _ = tiny.make()
     (spec,) = specs_of([_PROMPT], NUM_TOKENS, Mode.LOCAL, budget=KvBudget(64, 4))
     with pytest.raises(BadRequest, match="the model has sparse attention"):
         engine.add(spec)

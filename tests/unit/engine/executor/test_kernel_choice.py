@@ -100,13 +100,18 @@ def test_several_ranks_of_torch_need_layers_alike(path: Path) -> None:
         choose_kernels(replace(config, kernels="torch"), torch.device("cpu"), model)
 
 
-def test_copies_of_the_residual_stream_are_computed_by_torch(path: Path) -> None:
+def test_copies_of_the_residual_stream_are_computed_by_native_kernels_and_torch(
+    path: Path,
+) -> None:
     program(path, "gcc")
-    model = model_of("Gemma3nForCausalLM", num_kv_shared_layers=1, sliding_window_pattern=2)
-    for device in (CUDA, torch.device("cpu")):
-        assert choose_kernels(EngineConfig(model="m"), device, model) == "torch"
-    with pytest.raises(ConfigError, match="only the torch kernels compute a residual stream with"):
-        choose_kernels(EngineConfig(model="m", kernels="native"), torch.device("cpu"), model)
+    sizes = {"num_kv_shared_layers": 1, "sliding_window_pattern": 2}
+    model, cpu = model_of("Gemma3nForCausalLM", **sizes), torch.device("cpu")
+    assert choose_kernels(EngineConfig(model="m"), CUDA, model) == "torch"
+    assert choose_kernels(EngineConfig(model="m"), cpu, model) == "native"
+    many = model_of("Gemma3nForCausalLM", **sizes, altup_num_inputs=17)
+    assert choose_kernels(EngineConfig(model="m"), cpu, many) == "torch"
+    with pytest.raises(ConfigError, match="the residual stream has 17 copies, more than 16"):
+        choose_kernels(EngineConfig(model="m", kernels="native"), cpu, many)
 
 
 def test_int8_kv_of_latent_attention_is_computed_by_torch(path: Path) -> None:

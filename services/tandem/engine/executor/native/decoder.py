@@ -38,6 +38,7 @@ from tandem.engine.executor.native.lora import (
 )
 from tandem.engine.executor.native.packing import KINDS, Packer
 from tandem.engine.executor.rank_memory import RankMemory
+from tandem.engine.executor.torch.alt_up import gate_deviations
 from tandem.engine.executor.torch.decoder import (
     embedding_multiplier,
     query_factors_of,
@@ -52,6 +53,7 @@ from tandem.engine.executor.weights.decoder_weights import (
     StateWeights,
 )
 from tandem.engine.executor.weights.decoder_weights import Mlp as MlpWeights
+from tandem.engine.executor.weights.expand import whole
 from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.executor.weights.share import WHOLE, Share
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -69,11 +71,15 @@ from tandem_kernels.kv_cache import KvPool, StaticKv
 from tandem_kernels.kv_fp8 import FixedScales
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import (
+    COPIES_MAX,
     PANEL,
     SECTIONS_MAX,
     Activation,
+    AltUp,
+    AltUpLayer,
     Experts,
     Gating,
+    Indexer,
     Kind,
     KvGroup,
     Layer,
@@ -119,13 +125,13 @@ _ANGLES_MIN = 2048  # number of positions in a new `_AngleTable`
 
 def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
-    if config.alt_up is not None:
-        return "only the torch kernels compute a residual stream with several copies (AltUp)"
+    if config.alt_up is not None and config.alt_up.num > COPIES_MAX:
+        return f"the residual stream has {config.alt_up.num} copies, more than {COPIES_MAX}"
     if config.shared_kv is not None:
         return "only the torch kernels compute compressed attention and several residual streams"
     for layer in config.layers:
-        if layer.indexer is not None:
-            return "only the torch kernels compute sparse attention"
+        if layer.indexer is not None and layer.indexer.block_size is not None:
+            return "only the torch kernels compute sparse attention whose indexers choose blocks"
         head_dim = config.heads_of(layer).dim
         if head_dim > _HEAD_MAX and config.latent is None:
             return f"the head size {head_dim} is larger than {_HEAD_MAX}"
@@ -181,6 +187,7 @@ class NativeDecoder:
         of_states = state_places(config)
         self._state_groups = {place.group for place in of_states if place is not None}
         self.adapters = NativeAdapters()
+        self._indexers: list[Indexer] = []
         layers = (Layer * config.num_layers)(
             *map(self._layer, config.layers, layer_places(config), of_states, weights.layers)
         )
@@ -212,6 +219,7 @@ class NativeDecoder:
             attention_cap=config.attention_cap or 0.0,
             value_scale=config.value_scale,
             layer_inputs=self._layer_inputs(weights),
+            alt_up=self._alt_up(weights),
         )
         shared = None if memory is None else memory.share
         self._decoder = library.create(self._model, instructions, shared)
@@ -356,6 +364,9 @@ class NativeDecoder:
             shares_kv=spec.kv_source is not None,
             scalar=1.0 if weights.scalar is None else weights.scalar.item(),
             has_mlp=weights.mlp is not None,
+            shares_choice=spec.shares_choice,
+            has_sparse_gates=spec.sparsity > 0,
+            gate_deviations=gate_deviations(spec.sparsity),
         )
         if weights.attention_out is not None:
             layer.qkv = self._packer.matrix(weights.qkv if gate is None else (*weights.qkv, gate))
@@ -371,13 +382,26 @@ class NativeDecoder:
         if weights.latent is not None:
             assert self._config.latent is not None
             layer.latent = pointer(self._packer.latent(self._config.latent, weights.latent))
+        if spec.indexer is not None:
+            assert weights.indexer is not None
+            indexer = self._packer.indexer(
+                spec.indexer,
+                weights.indexer,
+                place=len(self._indexers),
+                norm_eps=self._config.rms_norm_eps,
+            )
+            self._indexers.append(indexer)
+        if spec.indexer is not None or spec.shares_choice:
+            layer.indexer = pointer(self._indexers[-1])
+        if weights.alt_up is not None:
+            layer.alt_up = pointer(self._alt_up_layer(weights))
         if isinstance(weights.mlp, ExpertWeights):
             assert spec.experts is not None
             layer.experts = pointer(self._experts(spec.experts, weights.mlp, weights.mlp_norm))
             if weights.mlp.shared is not None:
                 layer.mlp = self._mlp(weights.mlp.shared)
         elif weights.mlp is not None:
-            layer.mlp = self._mlp(weights.mlp)
+            layer.mlp = self._mlp(weights.mlp, has_sparse_gates=spec.sparsity > 0)
         return layer
 
     def _layer_inputs(self, weights: ModelWeights) -> Any:
@@ -394,11 +418,43 @@ class NativeDecoder:
             norm=self._packer.floats(per_layer.norm),
             embedding_kind=KINDS[embedding.dtype],
             size=sizes.size,
+            vocab=sizes.vocab_size,
             # rounded to the dtype of the embeddings, as in transformers
             multiplier=torch.tensor(sizes.size**0.5, dtype=embedding.dtype).item(),
         )
         self._packer.keep(inputs)
         return pointer(inputs)
+
+    def _alt_up(self, weights: ModelWeights) -> Any:
+        """Returns a pointer to the copies of the residual stream; None if there are none."""
+        if (sizes := self._config.alt_up) is None or weights.copies is None:
+            return None
+        alt_up = AltUp(
+            make=self._packer.matrices(weights.copies.make),
+            merge=self._packer.matrices(weights.copies.merge),
+            num=sizes.num,
+            active=sizes.active,
+        )
+        self._packer.keep(alt_up)
+        return pointer(alt_up)
+
+    def _alt_up_layer(self, weights: LayerWeights) -> AltUpLayer:
+        sizes, own, laurel = self._config.alt_up, weights.alt_up, weights.laurel
+        assert sizes is not None
+        assert own is not None
+        assert laurel is not None
+        router = whole(own.router) * own.router_norm.float() / self._config.hidden_size
+        layer = AltUpLayer(
+            router=self._packer.floats(router),
+            prediction=self._packer.floats(whole(own.prediction)),
+            correction=self._packer.floats(whole(own.correction)),
+            output_scale=self._packer.floats(own.output_scale if sizes.scales_output else None),
+            left=self._packer.matrix((laurel.left,)),
+            right=self._packer.matrix((laurel.right,)),
+            laurel_norm=self._packer.floats(laurel.norm),
+        )
+        self._packer.keep(layer)
+        return layer
 
     def _layer_input(self, weights: LayerInputWeights) -> LayerInput:
         gate = self._packer.matrix((weights.gate,))
@@ -482,8 +538,11 @@ class NativeDecoder:
         self._packer.keep(experts)
         return experts
 
-    def _mlp(self, weights: MlpWeights) -> Mlp:
-        pack = self._packer.gate_up if self._config.has_gates else self._packer.matrix
+    def _mlp(self, weights: MlpWeights, *, has_sparse_gates: bool = False) -> Mlp:
+        # The cutoff of sparse gates follows from all gates of a row, so these come one after the
+        # other.
+        is_fused = self._config.has_gates and not has_sparse_gates
+        pack = self._packer.gate_up if is_fused else self._packer.matrix
         gate_up = pack(weights.gate_up)
         gate_up.gating = _gating(self._config)
         return Mlp(gate_up=gate_up, down=self._packer.matrix((weights.down,)))

@@ -15,7 +15,9 @@ from torch.nn.functional import pad
 
 from tandem.engine.cache.layout.pool_memory import own_pages
 from tandem.engine.executor.weights.decoder_weights import (
+    INDEX_NORM_EPS,
     LATENT_NORM_EPS,
+    IndexerWeights,
     LatentWeights,
     Linear,
     ModelWeights,
@@ -23,10 +25,12 @@ from tandem.engine.executor.weights.decoder_weights import (
 from tandem.engine.executor.weights.released_memory import FilePages, release_freed_memory
 from tandem.engine.executor.weights.share import WHOLE, Share
 from tandem.models.checkpoint.quantized.fp8 import Fp8
+from tandem.models.config.indexer import Indexer as IndexerSizes
 from tandem.models.config.latent import Latent as LatentSizes
 from tandem.models.gguf.tensors import GgufBlocks
 from tandem_kernels.native.library import (
     PANEL,
+    Indexer,
     Kind,
     Latent,
     Library,
@@ -196,6 +200,44 @@ class Packer:
             latent.q_out = self.matrix((Linear(weights.q_out, None),))
         self.keep(latent)
         return latent
+
+    def indexer(
+        self, sizes: IndexerSizes, weights: IndexerWeights, *, place: int, norm_eps: float
+    ) -> Indexer:
+        """Packs the weights of an indexer, the one with the number `place` among the indexers of
+        all layers. The matrices are not converted to int8, because the choice of keys depends on
+        small differences of scores. `norm_eps` is that of the model."""
+        # The kernels read queries whose sizes are multiples of 16.
+        queries = pad(
+            weights.queries.view(sizes.num_heads, sizes.dim, -1), (0, 0, 0, -sizes.dim % PANEL)
+        )
+        indexer = Indexer(
+            queries=self.matrix((Linear(queries.flatten(0, 1), None),), keeps_kind=True),
+            keys=self.matrix((Linear(weights.keys, None),), keeps_kind=True),
+            query_norm=self.floats(weights.query_norm),
+            key_norm=self.floats(weights.key_norm),
+            key_bias=self.floats(weights.key_norm_bias),
+            num_heads=sizes.num_heads,
+            dim=sizes.dim,
+            rope=sizes.rope_dim,
+            top_k=sizes.top_k,
+            choice_size=sizes.block_size or 1,
+            num_local=sizes.num_local,
+            place=place,
+            key_norm_eps=norm_eps if weights.key_norm_bias is None else INDEX_NORM_EPS,
+        )
+        if weights.head_weights is not None:
+            indexer.head_weights = self.matrix(
+                (Linear(weights.head_weights, None),), keeps_kind=True
+            )
+        self.keep(indexer)
+        return indexer
+
+    def matrices(self, linears: Sequence[Linear]) -> Any:
+        """Packs each of several matrices, and returns an array of them."""
+        packed = (Matrix * len(linears))(*(self.matrix((each,)) for each in linears))
+        self.keep(packed)
+        return packed
 
     def floats(self, tensor: torch.Tensor | None) -> int | None:
         """Copies a tensor to float32 and returns the address of the copy. Returns None if `tensor`

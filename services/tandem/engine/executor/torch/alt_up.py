@@ -85,10 +85,16 @@ class AltUpStreams:
         return torch.tanh(padded)[:, : modes.shape[1]].to(x.dtype).contiguous()
 
 
+def gate_deviations(sparsity: float, dtype: torch.dtype = torch.float32) -> float:
+    """Returns how many standard deviations the quantile `sparsity` of a normal distribution is
+    above the mean, rounded to `dtype`."""
+    return (torch.erfinv(2 * torch.tensor(sparsity) - 1) * 2**0.5).to(dtype).item()
+
+
 def sparse_gates(gate: torch.Tensor, sparsity: float) -> torch.Tensor:
     """Returns relu(gate - cutoff). The cutoff of a row is its quantile `sparsity`, if the row is
     normally distributed."""
-    deviations = (torch.erfinv(2 * torch.tensor(sparsity) - 1) * 2**0.5).to(gate.dtype).item()
+    deviations = gate_deviations(sparsity, gate.dtype)
     mean = gate.mean(-1, keepdim=True)
     deviation = gate.std(-1, keepdim=True, unbiased=False)
     return relu(gate - (mean + deviation * deviations))

@@ -35,6 +35,11 @@ def pieces(matrix: Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]
         yield weight, None if matrix.bias is None else matrix.bias[first:end]
 
 
+def whole(matrix: Linear) -> torch.Tensor:
+    """Returns the weights of a small matrix in float32, dequantized if necessary, [out, in]."""
+    return torch.cat([weight.float() for weight, _ in pieces(matrix)])
+
+
 def embedded(weights: ModelWeights, token_ids: torch.Tensor) -> torch.Tensor:
     """Returns the embeddings of tokens, [tokens, hidden], dequantized if necessary."""
     if weights.embedding_blocks is None:

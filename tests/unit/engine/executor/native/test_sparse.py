@@ -1,0 +1,114 @@
+"""Sparse attention and copies of the residual stream by C++ on every instruction set, beside
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engine.cache.layout.kv_groups import layer_groups, model_layout
+from tandem.engine.executor.native.decoder import NativeDecoder
+from tandem.engine.executor.torch.steps import TorchSteps
+from tandem.engine.executor.weights.load import load_weights
+from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.models.folder import ModelFolder
+from tandem_kernels.state_pool import Pool
+from tests.kv_pools import empty_pool
+from tests.tiny_models import make_tiny_model
+from tests.unit.engine.executor.native.test_decoder import INSTRUCTIONS
+
+BLOCK_SIZE, NUM_BLOCKS = 12, 120
+PROMPTS = [
+    torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (150, 40, 330)
+]
+# For each prompt, the numbers of its tokens in each step.
+CUTS = ([(150, 40, 330)], [(1, 3, 7)] * 9 + [(141, 13, 267)], [(40, 1, 300), (1, 1, 1)])
+TIES = {"index_n_heads": 1, "index_topk": 30}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tokens": ("deepseek-v3.2", {"num_experts_per_tok": 12, "n_group": 1, "topk_group": 1}),
+    "shared": ("glm5", {"num_experts_per_tok": 12}),
+    # With one head, many scores are 0.
+    "ties": ("glm5", {"num_experts_per_tok": 12} | TIES),
+    "blocks": ("minimax-m3", {"num_experts_per_tok": 12}),
+    "long-blocks": (
+        "minimax-m3",
+        {"num_experts_per_tok": 12, "index_block_size": 50, "index_local_blocks": 0},
+    ),
+    "copies": ("gemma3n", {}),
+}
+
+
+def pools_of(folder: ModelFolder, dtype: str) -> list[Pool]:
+    num_blocks = [NUM_BLOCKS] * len(layer_groups(folder.config))
+    layout = model_layout(
+        folder.config, num_blocks, block_size=BLOCK_SIZE, dtype=dtype, computed_dtype=dtype
+    )
+    return [empty_pool(group.layout) for group in layout.groups]
+
+
+def run(
+    steps: NativeDecoder | TorchSteps,
+    folder: ModelFolder,
+    dtype: str,
+    cut: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """Computes all prompts in the steps of `cut`, and the rest of them in a last step. Returns the
+    logits of their last tokens."""
+    pools = pools_of(folder, dtype)
+    tables = [list(range(which, NUM_BLOCKS, 3))[::-1] for which in range(3)]
+    done = [0] * len(PROMPTS)
+    rest = [len(prompt) - sum(step[which] for step in cut) for which, prompt in enumerate(PROMPTS)]
+    last: dict[int, torch.Tensor] = {}
+    for step in (*cut, rest):
+        slices, of_slices = [], []
+        for which, (prompt, num) in enumerate(zip(PROMPTS, step, strict=True)):
+            if not num:
+                continue
+            token_ids = prompt[done[which] : done[which] + num]
+            done[which] += num
+            others = [tables[which]] * (len(pools) - 1)
+            slices.append(
+                SequenceSlice(token_ids, done[which], tables[which], True, other_tables=others)
+            )
+            of_slices.append(which)
+        if not slices:
+            continue
+        with torch.inference_mode():
+            logits = steps.forward(StepBatch(slices), pools).clone()
+        last |= dict(zip(of_slices, logits, strict=True))
+    return torch.stack([last[which] for which in range(len(PROMPTS))])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_every_instruction_set_computes_what_torch_does_however_prompts_are_cut(
+    instructions: str, name: str, dtype: str, tmp_path: Path
+) -> None:
+    """In bfloat16, an indexer may choose other keys than in float32 if scores are close."""
+    family, more = FAMILIES[name]
+    if "blocks" in name and dtype == "bfloat16":
+        pytest.skip("the engine computes indexers that choose blocks with torch")
+    folder = make_tiny_model(family, tmp_path, **more)[0]
+    weights, wide = (
+        load_weights(folder.weight_files, folder.config, dtype=each, device=torch.device("cpu"))
+        for each in (getattr(torch, dtype), torch.float32)
+    )
+    expected = run(TorchSteps(folder.config, wide, "fast"), folder, "float32", CUTS[0])
+    seen = []
+    for cut, num_threads in zip(CUTS, (1, 3, 2), strict=True):
+        decoder = NativeDecoder(
+            folder.config, weights, num_threads=num_threads, instructions=instructions
+        )
+        seen.append(run(decoder, folder, dtype, cut))
+    for logits in seen[1:]:
+        assert torch.equal(logits, seen[0])
+    if dtype == "float32":
+        torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-4)
+    else:
+        assert (seen[0] - expected).norm() <= 0.2 * expected.norm()
