@@ -56,6 +56,8 @@ from transformers import (
     HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -335,6 +337,24 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "routed_scaling_factor": 0.25,
             "rope_interleave": False,
             "tie_word_embeddings": True,
+        },
+    ),
+    "kimi-linear": (
+        KimiLinearForCausalLM,
+        KimiLinearConfig,
+        {key: value for key, value in _DEEPSEEK.items() if "routed" not in key}
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 48,
+            "linear_conv_kernel_dim": 3,
+            "num_local_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            **_NO_PAD,
         },
     ),
     "deepseek-v3.2": (

@@ -69,9 +69,13 @@ def _attention(family: Family) -> str:
     if family.indexer == "shared":
         words.append("some layers use the choice of an earlier one")
     if family.linear:
-        states = {"short_conv": "short convolutions", "mamba2": "Mamba 2"}
+        states = {
+            "kimi_delta": "Kimi Delta Attention",
+            "mamba2": "Mamba 2",
+            "short_conv": "short convolutions",
+        }
         kind = states.get(family.linear, "Gated DeltaNet")
-        others = "full or a window" if family.windows == "pattern" else "full"
+        others = "full or a window" if family.windows == "pattern" else words[0]
         words = [f"{kind}, {others} in some layers"]
         if family.has_parallel_state:
             words = [f"full beside {kind} in all layers"]
@@ -100,7 +104,7 @@ def _attention(family: Family) -> str:
 
 
 def _positions(family: Family) -> str:
-    if family.is_latent:
+    if family.is_latent and family.rope_if != "never":
         return "in a key that all heads share"
     words = ["in all layers"]
     if family.has_no_rope_layers:

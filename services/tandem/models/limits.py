@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tandem.common.dtypes import DTYPE_BYTES, is_quantized
 from tandem.errors import ConfigError
+from tandem.models.config.linear_attention import KimiDelta
 from tandem.models.config.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -30,15 +31,20 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(why)
     if why := why_not_tensor_parallel(model, options.tensor_parallel):
         raise ConfigError(why)
-    if model.has_states and (why := _why_not_with_states(options)):
+    if model.has_states and (why := _why_not_with_states(options, model)):
         raise ConfigError(f"{why}, and the model has layers with linear attention")
     if options.expert_parallel and (why := _why_not_expert_parallel(model, options)):
         raise ConfigError(f"expert-parallel is set, but {why}; remove expert-parallel")
 
 
-def _why_not_with_states(options: EngineOptions) -> str:
+def _why_not_with_states(options: EngineOptions, model: ModelConfig) -> str:
     """Returns the first setting that a model with linear attention does not support; "" if it
     supports all of them."""
+    if any(isinstance(layer.linear, KimiDelta) for layer in model.layers):
+        if options.tensor_parallel > 1:
+            return f"tensor-parallel is {options.tensor_parallel}; it must be 1 with Kimi Linear"
+        if options.lora:
+            return "LoRA adapters are not supported with Kimi Linear; remove lora"
     if options.has_tiers and options.tensor_parallel > 1:
         return (
             f"tensor-parallel is {options.tensor_parallel}; it must be 1 with KV tiers "

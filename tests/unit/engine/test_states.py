@@ -63,6 +63,7 @@ class Oracle:
 
 _OF_EACH_KIND = (
     *("qwen3-next", "granite4", "falcon-h1", "nemotron-h", "lfm2", "lfm3", "olmo-hybrid"),
+    "kimi-linear",
 )
 
 

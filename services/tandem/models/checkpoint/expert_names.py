@@ -14,6 +14,7 @@ scheme    name                                          shape                   
 apart     block_sparse_moe.gate.weight                  [experts, hidden]       Mixtral
           block_sparse_moe.experts.E.{w1,w3}.weight     [inner, hidden]         gate and up
           block_sparse_moe.experts.E.w2.weight          [hidden, inner]         down
+          mlp.experts.E.{w1,w3,w2}.weight                                       Kimi Linear
           mlp.gate.weight, mlp.experts.E.{gate,up,down}_proj.weight             Qwen 3, DeepSeek
           mlp.gate.e_score_correction_bias              [experts]               DeepSeek V3
           mlp.gate.tid2eid, integers                    [vocab, top k]          DeepSeek V4
@@ -61,6 +62,7 @@ _PLACES: dict[ExpertForm, str] = {
     "mixtral": "block_sparse_moe",
     "qwen": "mlp",
     "deepseek": "mlp",
+    "kimi": "mlp",
     "llama4": "mlp",
     "granite": "mlp",
     "nemotron": "mlp",
@@ -69,6 +71,7 @@ _PARTS: dict[ExpertForm, tuple[str, ...]] = {
     "mixtral": ("w1", "w3", "w2"),
     "qwen": ("gate_proj", "up_proj", "down_proj"),
     "deepseek": ("gate_proj", "up_proj", "down_proj"),
+    "kimi": ("w1", "w3", "w2"),
     "llama4": ("gate_proj", "up_proj", "down_proj"),
     "granite": ("gate_proj", "up_proj", "down_proj"),
     "nemotron": ("up_proj", "down_proj"),

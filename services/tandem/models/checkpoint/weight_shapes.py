@@ -74,6 +74,19 @@ linear_attn.out_proj.weight           [hidden, value heads * value dim]
 OLMo Hybrid has {q,k,v,g,b,a}_proj.weight in place of in_proj, where g is z, and
 {q,k,v}_conv1d.weight in place of conv1d.
 
+A layer with Kimi Delta Attention (`KimiDelta`) has these tensors. "outputs" is heads * dim.
+
+name                                  shape
+self_attn.{q,k,v}_proj.weight         [outputs, hidden]
+self_attn.{q,k,v}_conv1d.weight       [outputs, 1, kernel]
+self_attn.b_proj.weight               [heads, hidden]
+self_attn.{f,g}_a_proj.weight         [dim, hidden]          of the decays and of the output gates
+self_attn.{f,g}_b_proj.weight         [outputs, dim]
+self_attn.A_log                       [1, 1, heads, 1]
+self_attn.dt_bias                     [outputs]
+self_attn.o_norm.weight               [dim]
+self_attn.o_proj.weight               [hidden, outputs]
+
 A layer with Mamba 2 or a short convolution has the following tensors. "outputs" is `num_outputs`.
 With Mamba 2, the outputs of in_proj are the gates z [outputs], the channels, and dt [heads]; of a
 short convolution they are B, C and x.
@@ -99,7 +112,13 @@ from tandem.models.config.deepseek_v4 import SharedKv, Streams
 from tandem.models.config.gemma3n import AltUp
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2, ShortConv
+from tandem.models.config.linear_attention import (
+    GatedDelta,
+    KimiDelta,
+    LinearAttention,
+    Mamba2,
+    ShortConv,
+)
 from tandem.models.config.model import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -234,6 +253,8 @@ def state_shapes(sizes: LinearAttention, hidden: int, name: str, stored: Collect
     docstring."""
     if isinstance(sizes, GatedDelta):
         return _delta_shapes(sizes, hidden, name, stored)
+    if isinstance(sizes, KimiDelta):
+        return _kimi_delta_shapes(sizes, hidden)
     num_first = 3 * sizes.num_outputs
     shapes: Shapes = {"linear_attn.conv1d.weight": (sizes.num_channels, 1, sizes.kernel)}
     has_conv_bias = sizes.has_biases if isinstance(sizes, ShortConv) else sizes.has_conv_bias
@@ -291,6 +312,24 @@ def _apart_shapes(sizes: GatedDelta, hidden: int) -> Shapes:
         "linear_attn.norm.weight": (sizes.value_dim,),
         "linear_attn.out_proj.weight": (hidden, sizes.num_outputs),
     }
+
+
+def _kimi_delta_shapes(sizes: KimiDelta, hidden: int) -> Shapes:
+    outputs = sizes.num_outputs
+    shapes: Shapes = {
+        "self_attn.A_log": (1, 1, sizes.num_heads, 1),
+        "self_attn.dt_bias": (outputs,),
+        "self_attn.o_norm.weight": (sizes.dim,),
+        "self_attn.b_proj.weight": (sizes.num_heads, hidden),
+        "self_attn.o_proj.weight": (hidden, outputs),
+    }
+    for part in "qkv":
+        shapes[f"self_attn.{part}_proj.weight"] = (outputs, hidden)
+        shapes[f"self_attn.{part}_conv1d.weight"] = (outputs, 1, sizes.kernel)
+    for part in "fg":
+        shapes[f"self_attn.{part}_a_proj.weight"] = (sizes.dim, hidden)
+        shapes[f"self_attn.{part}_b_proj.weight"] = (outputs, sizes.dim)
+    return shapes
 
 
 def _attention_shapes(

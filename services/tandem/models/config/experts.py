@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import UnsupportedModel
-from tandem.models.config.families import Family
+from tandem.models.config.families import LIKE_DEEPSEEK, Family
 from tandem.models.config.fields import (
     flag,
     layer_number,
@@ -71,8 +71,8 @@ def read_experts(
         raise UnsupportedModel(
             f"num_experts_per_tok is {top_k}; it must be at most the number of experts, {num}"
         )
-    is_deepseek = family.experts in ("deepseek", "nemotron")
-    has_own_size = family.experts in ("qwen", "deepseek", "llama4", "nemotron")
+    is_deepseek = family.experts in LIKE_DEEPSEEK
+    has_own_size = family.experts in ("qwen", "llama4", *LIKE_DEEPSEEK)
     inner = size(config, "moe_intermediate_size" if has_own_size else "intermediate_size")
     has_shared = "n_shared_experts" in family.defaults
     shared_inner = inner * size(config, "n_shared_experts") if has_shared else 0
@@ -176,6 +176,6 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
 
 
 def _num_experts_key(config: Mapping[str, Any], family: Family) -> str:
-    if family.experts in ("deepseek", "llama4", "nemotron"):
+    if family.experts in ("llama4", *LIKE_DEEPSEEK):
         return "n_routed_experts"
     return "num_experts" if "num_experts" in config else "num_local_experts"

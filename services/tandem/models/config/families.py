@@ -13,10 +13,20 @@ from typing import Any, Literal
 Norms = Literal["before", "after", "after_attention", "around", "around_glm", "parallel", "single"]
 QkNorm = Literal["", "head", "all", "rotated", "rotated_plain"]
 Linear = Literal[
-    "", "gated_delta", "gated_delta_joined", "gated_delta_apart", "short_conv", "mamba2"
+    "",
+    "gated_delta",
+    "gated_delta_joined",
+    "gated_delta_apart",
+    "kimi_delta",
+    "short_conv",
+    "mamba2",
 ]
 Windows = Literal["none", "all", "switched", "chosen", "pattern", "chunked"]
-ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek", "llama4", "granite", "nemotron"]
+ExpertForm = Literal[
+    "", "mixtral", "qwen", "gpt_oss", "deepseek", "kimi", "llama4", "granite", "nemotron"
+]
+# Experts that are chosen and computed as DeepSeek's.
+LIKE_DEEPSEEK: tuple[ExpertForm, ...] = ("deepseek", "kimi", "nemotron")
 Fused = Literal["", "mlp", "maybe_mlp", "all"]
 ExpertLayers = Literal["all", "steps", "from", "types", "range", "kinds", "listed", "switched"]
 Indexers = Literal["", "own", "shared", "blocks"]
@@ -65,6 +75,7 @@ class Family:
             RoPE, attend within chunks of `attention_chunk_size` tokens.
     pattern: the default of `sliding_window_pattern`.
     rope_theta: the default of `rope_theta`.
+    local_rope_theta: the same for layers with a window, with `has_rope_by_kind`.
     has_rope_by_kind: layers with a window and layers without one have different RoPE parameters.
     has_no_rope_layers: some layers have no RoPE (`no_rope_layers`).
     rope_if: the condition under which layers have RoPE:
@@ -147,6 +158,8 @@ class Family:
             and one for b and a;
         "gated_delta_apart": Gated DeltaNet of OLMo Hybrid, whose checkpoints have a matrix for each
             of q, k, v, z, b and a;
+        "kimi_delta": Kimi Delta Attention. `linear_attn_config` has the sizes and the numbers of
+            the layers, from 1 on (kimi_linear.py);
         "short_conv": short convolutions;
         "mamba2": Mamba 2.
     has_parallel_state: each layer has attention and a state (Falcon-H1). Both read the same input,
@@ -187,6 +200,7 @@ class Family:
     windows: Windows = "none"
     pattern: int = 1
     rope_theta: float = 10000.0
+    local_rope_theta: float = 10000.0
     has_rope_by_kind: bool = False
     has_no_rope_layers: bool = False
     rope_if: Literal["", "named", "given", "never"] = ""
@@ -509,6 +523,49 @@ FAMILIES: Mapping[str, Family] = {
         demands=_DEEPSEEK_V3_DEMANDS,
         defaults=_DEEPSEEK_V3,
     ),
+    "KimiLinearForCausalLM": Family(
+        is_latent=True,
+        rope_if="never",
+        linear="kimi_delta",
+        experts="kimi",
+        expert_layers="types",
+        has_sigmoids=True,
+        is_corrected=True,
+        key_names={
+            "max_position_embeddings": "model_max_length",
+            "n_group": "num_expert_group",
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+            "norm_topk_prob": "moe_renormalize",
+            "num_experts_per_tok": "num_experts_per_token",
+        },
+        tensor_names={".block_sparse_moe.": ".mlp."},
+        refuses=("rope_parameters", "rope_scaling"),
+        demands={
+            "mla_use_nope": (True,),
+            "moe_layer_freq": (1,),
+            "moe_router_activation_func": ("sigmoid",),
+            "use_grouped_topk": (True,),
+        },
+        defaults=_DEEPSEEK
+        | {
+            "first_k_dense_replace": 1,
+            "linear_conv_kernel_dim": 4,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "max_position_embeddings": 1048576,
+            "moe_intermediate_size": 1024,
+            "n_group": 1,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "q_lora_rank": None,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 2.446,
+            "topk_group": 1,
+        },
+    ),
     "DeepseekV32ForCausalLM": Family(
         is_latent=True,
         is_length_scaled=True,
@@ -760,6 +817,7 @@ FAMILIES: Mapping[str, Family] = {
         norms="around",
         windows="pattern",
         has_rope_by_kind=True,
+        local_rope_theta=1000000.0,
         scalings=(*Family().scalings, "proportional"),
         is_length_scaled=True,
         has_head_gates=True,

@@ -120,7 +120,12 @@ def read_layers(
         raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
     if window is not None and window >= max_model_len and not has_own_heads:
         window = None
-    ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    ropes = read_ropes(
+        config,
+        default_theta=family.rope_theta,
+        by_kind=family.has_rope_by_kind,
+        local_theta=family.local_rope_theta,
+    )
     if family.query_scaling == "all":
         scaling = read_query_scaling(config)
         ropes = {kind: replace(rope, query_scaling=scaling) for kind, rope in ropes.items()}

@@ -35,6 +35,7 @@ from tandem.models.config.gemma4 import (
     read_per_layer_inputs,
     with_gemma4_layers,
 )
+from tandem.models.config.kimi_linear import with_kimi_layers
 from tandem.models.config.latent import Latent, read_latent
 from tandem.models.config.layers import (
     Heads,
@@ -433,6 +434,8 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         filled["layer_types"] = kinds_of_pattern(pattern)
     if family.has_single_parts and isinstance(filled.get("layer_types"), list):
         filled["num_hidden_layers"] = len(filled["layer_types"])
+    if family.linear == "kimi_delta":
+        filled = with_kimi_layers(filled)
     if not has_experts(filled, family):
         filled["intermediate_size"] = filled["shared_intermediate_size"]
     if "block_auto_adjust_ff_dim" in family.defaults and flag(filled, "block_auto_adjust_ff_dim"):
@@ -530,7 +533,12 @@ def _num_extra_layers(config: Mapping[str, Any], family: Family) -> int:
 
 def _max_model_len(config: Mapping[str, Any], family: Family) -> int:
     stated = size(config, "max_position_embeddings")
-    ropes = read_ropes(config, default_theta=family.rope_theta, by_kind=family.has_rope_by_kind)
+    ropes = read_ropes(
+        config,
+        default_theta=family.rope_theta,
+        by_kind=family.has_rope_by_kind,
+        local_theta=family.local_rope_theta,
+    )
     scaling = ropes["full_attention"].scaling
     if scaling is not None and scaling.kind not in family.scalings:
         raise UnsupportedModel(

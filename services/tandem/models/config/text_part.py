@@ -48,6 +48,7 @@ _DEFAULT_KINDS: Mapping[str, str] = {
     "Idefics3": "llama",
     "InternVL": "qwen2",
     "Janus": "llama",
+    "KimiK25": "deepseek_v3",  # as Moonshot AI publishes Kimi K2.5
     "Kimi_K25": "deepseek_v3",
     "LightOnOcr": "qwen3",
     "Llama4": "llama4_text",
@@ -80,6 +81,7 @@ _DEFAULT_KINDS: Mapping[str, str] = {
 _PLAIN_KINDS = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
+    "kimi_k2": "deepseek_v3",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen3_vl_moe_text": "qwen3_moe",

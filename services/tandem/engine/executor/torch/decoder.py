@@ -40,7 +40,13 @@ from tandem.engine.executor.weights.expand import embedded, pieces
 from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
 from tandem.models.config.layers import Heads, LayerSpec
-from tandem.models.config.linear_attention import LinearAttention, Mamba2, ShortConv
+from tandem.models.config.linear_attention import (
+    GatedDelta,
+    KimiDelta,
+    LinearAttention,
+    Mamba2,
+    ShortConv,
+)
 from tandem.models.config.model import GateClamp, ModelConfig
 from tandem.models.config.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
@@ -428,12 +434,27 @@ class Decoder:
                 out = self._norm_of_gated(sizes, weights.norm, out, z)
             return out if weights.output_factor == 1.0 else out * weights.output_factor
         assert weights.norm is not None
-        channels, z, b, a = torch.split(
-            projected, [sum(sections), num_outputs, num_heads, num_heads], 1
-        )
+        if isinstance(sizes, KimiDelta):
+            assert weights.decay_out is not None
+            assert weights.gate_out is not None
+            channels, b, *narrow = torch.split(
+                projected, [sum(sections), num_heads, sizes.dim, sizes.dim], 1
+            )
+            a, z = (
+                self._project(x.contiguous(), (matrix,))
+                for x, matrix in zip(narrow, (weights.decay_out, weights.gate_out), strict=True)
+            )
+            a = a.view(num_rows, num_heads, -1)
+            a_log, dt_bias = weights.a_log.unsqueeze(-1), weights.dt_bias.view(num_heads, -1)
+        else:
+            channels, z, b, a = torch.split(
+                projected, [sum(sections), num_outputs, num_heads, num_heads], 1
+            )
+            a_log, dt_bias = weights.a_log, weights.dt_bias
         q, k, v = convolve(channels, silu)
-        log_decay, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
-        beta = beta * sizes.rate_max
+        log_decay, beta = delta_gates(a, b, a_log, dt_bias)
+        if isinstance(sizes, GatedDelta):
+            beta = beta * sizes.rate_max
         out = self._kernels.gated_delta_rule(
             self._keys_of_heads(sizes, q),
             self._keys_of_heads(sizes, k),
@@ -444,9 +465,11 @@ class Decoder:
             spans,
         )
         gates = z.view(num_rows, num_heads, -1)
-        eps = self._config.rms_norm_eps if sizes.norm_eps is None else sizes.norm_eps
-        out = gated_rms_norm(out, gates, weights.norm, eps)
-        return out.flatten(1)
+        eps = self._config.rms_norm_eps
+        if isinstance(sizes, GatedDelta) and sizes.norm_eps is not None:
+            eps = sizes.norm_eps
+        activation = torch.sigmoid if isinstance(sizes, KimiDelta) else silu
+        return gated_rms_norm(out, gates, weights.norm, eps, activation).flatten(1)
 
     def _keys_of_heads(self, sizes: LinearAttention, own: torch.Tensor) -> torch.Tensor:
         """Returns q or k for this rank's heads, [rows, heads, key dim], where equally many

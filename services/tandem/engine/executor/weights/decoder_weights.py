@@ -162,12 +162,17 @@ class StateWeights:
     conv: torch.Tensor  # [channels, kernel]: the channels of each section, in their order
     conv_bias: torch.Tensor | None = None  # [channels]
     a_log: torch.Tensor | None = None  # [heads], float32: logarithm of the decay's factor
-    dt_bias: torch.Tensor | None = None  # [heads], float32: added to the decay's input
+    # [heads], float32: added to the decay's input. Kimi Delta Attention: [outputs]
+    dt_bias: torch.Tensor | None = None
     skip: torch.Tensor | None = None  # [heads], float32: Mamba 2's D, a factor on x in the output
-    # The norm of the output, [value dim] for the value heads of Gated DeltaNet, [outputs] for Mamba
-    # 2. None: no norm.
+    # The norm of the output, [value dim] for the value heads of Gated DeltaNet and Kimi Delta
+    # Attention, [outputs] for Mamba 2. None: no norm.
     norm: torch.Tensor | None = None
     output_factor: float = 1.0  # factor on the output
+    # Kimi Delta Attention: [outputs, dim], the second matrices of the decays and of the output
+    # gates
+    decay_out: Linear | None = None
+    gate_out: Linear | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +232,8 @@ class LayerWeights:
     # rows are:
     #   Gated DeltaNet      the channels of the convolution, the output gates z [outputs], and b and
     #                       a [value heads] each
+    #   Kimi Delta          the channels of the convolution, b [heads], and the inputs of
+    #   Attention           `decay_out` and of `gate_out` [dim] each
     #   Mamba 2             z [outputs], the channels of the convolution, and dt [heads]
     #   short convolution   B, C and x [channels] each
     # If the layer has attention, too, q, k and v come first. A layer that is only an MLP has none.

@@ -14,6 +14,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
 from tandem.models.checkpoint.weight_shapes import EXPERT_NORMS, EXPERT_SCALES, ROUTER_SCALE
 from tandem.models.config.experts import Experts
+from tandem.models.config.families import LIKE_DEEPSEEK
 from tandem.models.gguf.tensors import GgufBlocks
 
 # For each expert, a tuple of matrices: gate and up, one matrix that has both, or down.
@@ -71,7 +72,7 @@ def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
     """Returns the router's matrix [experts, hidden]. It is float32 if transformers computes the
     router of this model family in float32."""
     name = f"{layer}.{names.router}"
-    if names.form in ("deepseek", "nemotron"):
+    if names.form in LIKE_DEEPSEEK:
         return Linear(tensors.floats(f"{name}.weight"), None)
     return tensors.with_bias(Linear(tensors.tensor(f"{name}.weight"), None), f"{name}.bias")
 

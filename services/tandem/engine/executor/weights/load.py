@@ -82,7 +82,7 @@ from tandem.models.config.experts import Experts
 from tandem.models.config.indexer import Indexer
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2
+from tandem.models.config.linear_attention import GatedDelta, KimiDelta, LinearAttention, Mamba2
 from tandem.models.config.model import ModelConfig
 from tandem.models.config.rope import Rope
 from tandem.models.files import naming
@@ -269,6 +269,8 @@ class _Builder:
             field: self.norm(f"{name}.{stored}.weight")
             for field, stored in norm_names(self._config, spec).items()
         }
+        if isinstance(spec.linear, KimiDelta):
+            return LayerWeights(mlp=mlp, **self._kimi_delta(attention), **norms)
         if spec.linear is not None:
             of_state, out, state = self._state(
                 f"{name}.linear_attn", spec.linear, is_beside=spec.has_attention
@@ -489,6 +491,23 @@ class _Builder:
             output_factor=1.0 if factors is None else factors.output,
         )
         return first, linear(f"{name}.out_proj"), state
+
+    def _kimi_delta(self, name: str) -> dict[str, Any]:
+        """Returns the fields of `LayerWeights` of a layer with Kimi Delta Attention."""
+        tensors = self._tensors
+        conv = [tensors.tensor(f"{name}.{part}_conv1d.weight") for part in "qkv"]
+        return {
+            "qkv": tuple(self._numbers(f"{name}.{part}_proj") for part in (*"qkvb", "f_a", "g_a")),
+            "attention_out": tensors.linear(f"{name}.o_proj"),
+            "state": StateWeights(
+                conv=torch.cat(conv).squeeze(1),
+                a_log=tensors.floats(f"{name}.A_log").flatten(),
+                dt_bias=tensors.floats(f"{name}.dt_bias"),
+                norm=tensors.tensor(f"{name}.o_norm.weight"),
+                decay_out=self._numbers(f"{name}.f_b_proj"),
+                gate_out=self._numbers(f"{name}.g_b_proj"),
+            ),
+        }
 
     def _numbers(self, name: str) -> Linear:
         """Returns a matrix that does not stay quantized. The kernels need matrices of one format
