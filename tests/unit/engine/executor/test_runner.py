@@ -90,7 +90,9 @@ class TestInvariance:
         folder, _ = make_tiny_model(family, tmp_path)
         prompts = random_prompts((1, 15, 16, 63, 65, 140), folder.config.vocab_size)
         seen: dict[tuple[int, int], torch.Tensor] = {}
-        for seed, (block_size, num_threads) in enumerate([(16, 1), (1, 2), (64, 1), (12, 2)]):
+        # Blocks of compressed attention divide the runs of its entries.
+        odd = 8 if family == "deepseek-v4" else 12
+        for seed, (block_size, num_threads) in enumerate([(16, 1), (1, 2), (64, 1), (odd, 2)]):
             runner = make_runner(
                 folder, numerics="invariant", block_size=block_size, num_threads=num_threads
             )
