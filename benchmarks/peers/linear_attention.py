@@ -95,8 +95,7 @@ def _write(path: Path, kind: gguf.GGMLQuantizationType) -> None:
 
     def add_matrix(tensor: str, shape: tuple[int, int]) -> None:
         if kind == gguf.GGMLQuantizationType.BF16:
-            rows = chance.standard_normal(shape, np.float32) / shape[1] ** 0.5
-            data = gguf.quantize(rows, kind)
+            data = _random_bf16(shape, chance)
         else:
             data = scaled_blocks(kind, shape, chance, size=_SIZE)
         writer.add_tensor(f"{tensor}.weight", data, raw_dtype=kind)
@@ -127,6 +126,15 @@ def _write(path: Path, kind: gguf.GGMLQuantizationType) -> None:
     writer.close()
 
 
+def _random_bf16(shape: tuple[int, int], chance: np.random.Generator) -> np.ndarray:
+    """Returns the bytes of weights of about 1 / sqrt(inputs), with random signs and mantissas."""
+    exponent = 127 - round(np.log2(shape[1]) / 2)
+    bits = chance.integers(0, 1 << 16, shape, np.uint16)
+    bits &= 0x807F
+    bits |= exponent << 7
+    return bits.view(np.uint8)
+
+
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     """Adds the built-in model's tokenizer, with unused tokens up to the size of the vocabulary."""
     source = built_in_file()
@@ -147,7 +155,9 @@ def command(engine: str, name: str, threads: int) -> list[str]:
     file, count = random_model(name), str(threads)
     if engine == "llama.cpp":
         return [str(PYTHONS[engine]), str(LOCAL / "engine_llama_cpp.py"), file, count]
-    return [sys.executable, str(LOCAL / "engine_tandem.py"), file, "auto", count]
+    # "auto" would widen bf16 weights to fp32 on a processor without instructions for bf16.
+    dtype = "bfloat16" if name == "BF16" else "auto"
+    return [sys.executable, str(LOCAL / "engine_tandem.py"), file, dtype, count]
 
 
 @options

@@ -199,14 +199,14 @@ class KvPool:
         layers with an indexer. `token_rows` is the result of the method `token_rows`."""
         rows = token_rows[:, 0]
         at = rows // (self._block_runs * self.block_size), rows % self.block_size
-        self._index_keys(number).index_put_(at, keys.to(self.dtype))
+        self.index_keys(number).index_put_(at, keys.to(self.dtype))
 
     def gather_index(self, number: int, block_tables: torch.Tensor) -> torch.Tensor:
         """Copies the indexer's keys of blocks to a tensor [B, M * block_size, dim]. `block_tables`
         is [B, M], the ids of M blocks for each of B sequences."""
-        return self._index_keys(number)[block_tables].flatten(1, 2)
+        return self.index_keys(number)[block_tables].flatten(1, 2)
 
-    def _index_keys(self, number: int) -> torch.Tensor:
+    def index_keys(self, number: int) -> torch.Tensor:
         """Returns the keys of one indexer as a view [num_blocks, block_size, dim]."""
         index = self.layout.index
         assert index is not None

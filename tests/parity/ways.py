@@ -175,6 +175,10 @@ def start_ways(
     """Starts the clusters of these ways concurrently, with `more` options for their workers, and
     stops them at the end. `small_pool` is a number of blocks that causes preemptions. `ranks` are
     the ranks of prefill and of decode workers, except for the way `aggregated`."""
+    disk = (
+        *("--kv-disk-path", str(folder / "kv"), "--kv-tier-policy", "lru"),
+        *("--kv-disk-size", str(64 << 20)),  # a worker that starts looks at each place on the disk
+    )
     remote = ("--prefill-at", "remote", "--local-prefill-max-tokens", "0")
     wanted: dict[str, tuple[type[Way], tuple[int, int], tuple[str, ...]]] = {
         "aggregated": (Way, (0, 1), ()),
@@ -184,11 +188,7 @@ def start_ways(
         "preempted": (Way, (0, 1), ("--num-blocks", str(small_pool))),
         "migrated": (Migrated, (1, 1), (*remote, "--transport", "nixl")),
         "ranks": (Way, (1, 1), (*remote, "--transport", "nixl")),
-        "disk": (
-            Restarted,
-            (0, 1),
-            ("--kv-disk-path", str(folder / "kv"), "--kv-tier-policy", "lru"),
-        ),
+        "disk": (Restarted, (0, 1), disk),
     }
     ways = {}
     with ThreadPoolExecutor() as closing, ExitStack() as stack:
@@ -197,6 +197,8 @@ def start_ways(
             (folder / name).mkdir()
             cluster = LocalCluster(redis, folder / name, model)
             cluster.options = (*cluster.options, *options, *more)
+            # On a busy machine, requests would be refused as too late.
+            cluster.router_options = (*cluster.router_options, "--ttft-limit", "0")
             stack.callback(closing.submit, cluster.close)
             cluster.start_router()
             roles = (("prefill", prefill, ranks[0]), ("decode", decode, ranks[1]))

@@ -37,6 +37,8 @@ def attend(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     MASKED: tl.constexpr,
+    units=None,
+    UNIT: tl.constexpr = 0,
 ):
     """Continues the online softmax of a tile of rows with the keys from `first` to `end` - 1.
     `state` and the result are (accumulator, sums, maxima).
@@ -48,10 +50,12 @@ def attend(
     CAP       not 0: scores become CAP * tanh(score / CAP); scores and CAP are in base 2
     MASKED    false: every row attends to all keys of the range, and their number is a multiple of
               KEYS, so no mask is needed
+    units, UNIT    UNIT not 0: the keys of the range are those of the chosen units, UNIT keys each
+              (key_choice.py). `units` lists them, and all rows are of one query. Only with MASKED
 
-    Without a window, each row must attend to a key in the first iteration, because a maximum of
-    -inf gives NaN. In a quantized pool, the scale of a key is applied to the key's score, and the
-    scale of a value to the value's softmax weight.
+    Without a window or units, each row must attend to a key in the first iteration, because a
+    maximum of -inf gives NaN. In a quantized pool, the scale of a key is applied to the key's
+    score, and the scale of a value to the value's softmax weight.
     """
     accumulator, sums, maxima = state
     queries, last_keys = tile
@@ -64,6 +68,8 @@ def attend(
         keys = start + tl.arange(0, KEYS)
         if MASKED:
             is_key = keys < end
+            if UNIT:
+                keys, is_key = chosen_keys(units, keys, is_key, last_keys, UNIT)
             if WINDOW:
                 is_key &= keys > first_last_key - WINDOW
             blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=is_key, other=0)
@@ -100,7 +106,7 @@ def attend(
                 is_seen &= keys[None, :] > last_keys[:, None] - WINDOW
             scores = tl.where(is_seen, scores, float("-inf"))
         weights, accumulator, sums, maxima = weigh(
-            scores, 1.0 if CAP > 0.0 else scale, accumulator, sums, maxima, WINDOW
+            scores, 1.0 if CAP > 0.0 else scale, accumulator, sums, maxima, WINDOW + UNIT
         )
         if has_scales(kv.dtype):
             weights = weights * (v_scales.to(tl.float32) * unit(kv.dtype))[None, :]
@@ -109,12 +115,21 @@ def attend(
 
 
 @triton.jit
-def weigh(scores, scale, accumulator, sums, maxima, WINDOW: tl.constexpr):
+def chosen_keys(units, keys, is_key, last_keys, UNIT: tl.constexpr):
+    """Returns the positions of keys of the chosen units, and which of them the query may see. The
+    last unit may have keys after the query, which may be any numbers."""
+    positions = tl.load(units + keys // UNIT, mask=is_key, other=0) * UNIT + keys % UNIT
+    return positions, is_key & (positions <= tl.max(last_keys, 0))
+
+
+@triton.jit
+def weigh(scores, scale, accumulator, sums, maxima, MAY_BE_EMPTY: tl.constexpr):
     """Computes the softmax weights of one iteration's scores. Returns the weights, the rescaled
-    accumulator, and the sums and maxima updated with these scores."""
+    accumulator, and the sums and maxima updated with these scores. MAY_BE_EMPTY is not 0 if a row
+    may attend to no key of the first iteration."""
     new_maxima = tl.maximum(maxima, tl.max(scores, 1) * scale)
     base = new_maxima
-    if WINDOW:  # avoids NaN if a row has not attended to any key yet
+    if MAY_BE_EMPTY:  # avoids NaN if a row has not attended to any key yet
         base = tl.where(base == float("-inf"), 0.0, base)
     weights = tl.exp2(scores * scale - base[:, None])  # rounds once, as a fused multiply-add
     shrink = tl.exp2(maxima - base)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from tandem_kernels.triton.attention_loop import LOG2_E, attend, start_state
+from tandem_kernels.triton.key_choice import ChosenKeys
 from tandem_kernels.triton.kv_rows import check_scales
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
@@ -62,6 +63,7 @@ def decode_attention(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    chosen: ChosenKeys | None = None,
 ) -> torch.Tensor:
     """Returns the attention output [B, heads, D], in the queries' dtype.
 
@@ -75,6 +77,9 @@ def decode_attention(
     scale         factor on q . k; None: 1 / sqrt(D)
     cap           scores become cap * tanh(score / cap); None: no cap
     sinks         [heads]: attention sinks; None: no sinks
+    chosen        the keys to which each query attends, one list for each KV head. Its places give
+                  `block_tables` and `context_lens`, and several queries may have one sequence.
+                  None: all keys
     """
     num_seqs, num_heads, head_dim = queries.shape
     num_kv_heads, block_size = layer_kv.shape[1], layer_kv.shape[3]
@@ -93,6 +98,7 @@ def decode_attention(
         log_sums = queries.new_empty(shape, dtype=torch.float32)
     block_d = max(16, next_power_of_2(head_dim))
     check_scales(layer_kv, scales)
+    assert chosen is None or chosen.units.shape[:2] == (num_seqs, num_kv_heads)
     _attend_split[(num_seqs, num_kv_heads, num_splits)](
         queries,
         layer_kv,
@@ -103,6 +109,7 @@ def decode_attention(
         log_sums,
         # Without sinks the kernel does not read this argument, so any tensor can be passed.
         queries if sinks is None else sinks,
+        *chosen_arguments(chosen, context_lens),
         queries.stride(0),
         layer_kv.stride(0),
         layer_kv.stride(1),
@@ -118,11 +125,28 @@ def decode_attention(
         WINDOW=window or 0,
         CAP=(cap or 0.0) * LOG2_E.value,
         HAS_SINKS=sinks is not None and num_splits == 1,
+        **chosen_constants(chosen),
         DEVICE=device_name(queries.device),
     )
     if num_splits > 1:
         join_splits(partials, log_sums, out, sinks)
     return out
+
+
+def chosen_arguments(
+    chosen: ChosenKeys | None, unread: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the arguments `units` and `seqs` of the kernels. Without chosen keys these are
+    `unread`, because the kernels do not read them."""
+    return (unread, unread) if chosen is None else (chosen.units, chosen.places.seqs)
+
+
+def chosen_constants(chosen: ChosenKeys | None) -> dict[str, int]:
+    """Returns the constants UNIT and TOP_K of the kernels, which are 0 without chosen keys."""
+    if chosen is None:
+        return {"UNIT": 0, "TOP_K": 0}
+    assert chosen.units.is_contiguous()
+    return {"UNIT": chosen.unit_size, "TOP_K": chosen.units.shape[2]}
 
 
 def join_splits(
@@ -203,12 +227,15 @@ def _fits(config: triton.Config, arguments: Mapping[str, Any], arch: int) -> boo
             (128, 8, 5),
         )
     ],
-    key=["GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "HAS_SINKS", "num_splits"],
+    key=[
+        *("GROUP_SIZE", "HEAD_DIM", "BLOCK_SIZE", "WINDOW", "CAP", "HAS_SINKS", "num_splits"),
+        "UNIT",
+    ],
     fits=_fits,
 )
 @triton.jit(
     do_not_specialize=["num_splits", "num_filling", "stride_table"],
-    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "units", "seqs"],
 )
 def _attend_split(
     queries,
@@ -219,6 +246,8 @@ def _attend_split(
     partials,
     log_sums,
     sinks,
+    units,
+    seqs,
     stride_query,
     stride_block,
     stride_head,
@@ -235,29 +264,32 @@ def _attend_split(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    UNIT: tl.constexpr,
+    TOP_K: tl.constexpr,
     DEVICE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    seq = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     num_heads = GROUP_SIZE * tl.num_programs(1)
-    context_len = tl.load(context_lens + seq)
-    start = tl.maximum(context_len - WINDOW, 0) // KEYS * KEYS if WINDOW else 0
-    split_len = range_len(context_len - start, num_splits, num_filling, KEYS)
+    context_len = tl.load(context_lens + query)
+    seq, num_keys = sequence_of(query, context_len, seqs, UNIT, TOP_K)
+    start = tl.maximum(num_keys - WINDOW, 0) // KEYS * KEYS if WINDOW else 0
+    split_len = range_len(num_keys - start, num_splits, num_filling, KEYS)
     first = start + split * split_len
-    end = tl.minimum(first + split_len, context_len)
+    end = tl.minimum(first + split_len, num_keys)
 
     rows = tl.arange(0, ROWS)
     heads = kv_head * GROUP_SIZE + rows
-    parts = (seq * num_heads + heads) * num_splits + split
+    parts = (query * num_heads + heads) * num_splits + split
     if (first >= end) & (num_splits > 1):
         tl.store(log_sums + parts, float("-inf"), mask=rows < GROUP_SIZE)
         return
     dims = tl.arange(0, BLOCK_D)
     is_element = (rows < GROUP_SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
     places = heads[:, None] * HEAD_DIM + dims[None, :]
-    q = tl.load(queries + seq * stride_query + places, mask=is_element, other=0.0)
+    q = tl.load(queries + query * stride_query + places, mask=is_element, other=0.0)
     last_keys = tl.zeros((ROWS,), tl.int32) + context_len - 1
     head_kv = kv + kv_head.to(tl.int64) * stride_head
     head_scales = kv_scales + kv_head.to(tl.int64) * (stride_head // 2)
@@ -277,8 +309,10 @@ def _attend_split(
         WINDOW,
         CAP,
         True,
+        units + (query * tl.num_programs(1) + kv_head) * TOP_K,
+        UNIT,
     )
-    is_empty = sums == 0.0  # true if the context has no keys
+    is_empty = sums == 0.0  # true if the range has no keys
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=rows < GROUP_SIZE, other=0.0).to(tl.float32) * LOG2_E
         sums += tl.where(is_empty, 0.0, tl.exp2(sink - maxima))
@@ -291,6 +325,17 @@ def _attend_split(
     )
     if num_splits > 1:
         tl.store(log_sums + parts, maxima + tl.log2(sums), mask=rows < GROUP_SIZE)
+
+
+@triton.jit
+def sequence_of(query, context_len, seqs, UNIT: tl.constexpr, TOP_K: tl.constexpr):
+    """Returns the row of a query's sequence in the block tables, and the number of keys to which it
+    attends; the last unit may have fewer."""
+    seq, num_keys = query, context_len
+    if UNIT:
+        seq = tl.load(seqs + query).to(tl.int64)
+        num_keys = tl.minimum(tl.cdiv(context_len, UNIT), TOP_K) * UNIT
+    return seq, num_keys
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""RMSNorm with a gate, after or before the norm (see tandem_kernels/norm.py)."""
+"""RMSNorm with a gate, after or before the norm (see tandem_kernels/norm.py), or the gate alone."""
 
 import torch
 import triton
@@ -20,25 +20,31 @@ def gated_rms_norm(
 
 
 def rms_norm_of_gated(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, group_size: int
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    group_size: int,
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """Returns rms_norm(x * silu(gate)) for x [T, d], over groups of `group_size` elements. `weight`
-    is [d]. The rows of `gate` may be strided."""
+    """Returns rms_norm(x * silu(gate)) * factor for x [T, d], over groups of `group_size` elements.
+    `weight` is [d]; None: there is no norm. The rows of `gate` may be strided."""
     groups = x.contiguous().view(len(x), -1, group_size)
     out = torch.empty_like(groups)
     gates = gate.as_strided(groups.shape, (gate.stride(0), group_size, 1), gate.storage_offset())
-    _launch(groups, gates, weight, out, eps, is_gate_first=True)
+    _launch(groups, gates, weight, out, eps, is_gate_first=True, factor=factor)
     return out.view(x.shape)
 
 
 def _launch(
     x: torch.Tensor,
     gate: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     out: torch.Tensor,
     eps: float,
     *,
     is_gate_first: bool,
+    factor: float = 1.0,
 ) -> None:
     num_rows, num_groups, size = x.shape
     columns = next_power_of_2(size)
@@ -48,6 +54,8 @@ def _launch(
         COLUMNS=columns,
         NUM_GROUPS=num_groups,
         IS_GATE_FIRST=is_gate_first,
+        HAS_NORM=weight is not None,
+        FACTOR=factor,
         num_warps=num_warps(columns),
     )
 
@@ -65,6 +73,8 @@ def _gated_norm(
     COLUMNS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     IS_GATE_FIRST: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, COLUMNS)
@@ -75,13 +85,17 @@ def _gated_norm(
     gates = gate + row * stride_gate + group * stride_gate_group + columns
     gates = tl.load(gates, mask=is_column, other=0.0).to(tl.float32)
     gates = gates / (1.0 + tl.exp(-gates))
-    first_weight = group * SIZE if IS_GATE_FIRST else 0
-    weights = tl.load(weight + first_weight + columns, mask=is_column, other=0.0).to(tl.float32)
     if IS_GATE_FIRST:
         values *= gates
-    values *= tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     # Results are rounded wherever the torch code rounds them.
-    values = (values.to(dtype).to(tl.float32) * weights).to(dtype).to(tl.float32)
+    if HAS_NORM:
+        first_weight = group * SIZE if IS_GATE_FIRST else 0
+        weights = tl.load(weight + first_weight + columns, mask=is_column, other=0.0)
+        values *= tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+        values = (values.to(dtype).to(tl.float32) * weights.to(tl.float32)).to(dtype)
+        values = values.to(tl.float32)
     if not IS_GATE_FIRST:
         values *= gates
+    if FACTOR != 1.0:
+        values = values.to(dtype).to(tl.float32) * FACTOR
     tl.store(out + at, values.to(dtype), mask=is_column)

@@ -16,9 +16,13 @@ from tandem_kernels.triton.attention_loop import LOG2_E, product, start_state
 from tandem_kernels.triton.decode_attention import (
     Splits,
     choose_splits,
+    chosen_arguments,
+    chosen_constants,
     join_splits,
     range_len,
+    sequence_of,
 )
+from tandem_kernels.triton.key_choice import ChosenKeys
 from tandem_kernels.triton.latent_loop import (
     LatentQueries,
     attend_latents,
@@ -44,6 +48,7 @@ def latent_decode_attention(
     splits: Splits,
     scale: float,
     values: torch.Tensor | None = None,
+    chosen: ChosenKeys | None = None,
 ) -> torch.Tensor:
     """Returns the attended latents [B, heads, rank], in the queries' dtype; with `values`, their
     products with the heads' matrices, [B, heads, value].
@@ -54,11 +59,13 @@ def latent_decode_attention(
     context_lens  [B] int32, including the query's own token; if 0, the output is zeros
     scale         factor on scores
     values        [heads, value, rank]: W_v of each head
+    chosen        as for decode_attention, with one list for all heads
     """
     absorbed, turning = queries.absorbed, queries.turning
     num_seqs, num_heads, rank = absorbed.shape
     rope = turning.shape[2]
     check_latents(queries, layer_kv)
+    assert chosen is None or chosen.units.shape[:2] == (num_seqs, 1)
     out = absorbed.new_empty(num_seqs, num_heads, rank)
     num_splits = splits.num_splits
     if num_splits == 1:
@@ -79,6 +86,7 @@ def latent_decode_attention(
         context_lens,
         partials,
         log_sums,
+        *chosen_arguments(chosen, context_lens),
         *queries.strides,
         layer_kv.stride(0),
         block_tables.stride(0),
@@ -90,6 +98,7 @@ def latent_decode_attention(
         ROPE=rope,
         BLOCK_ROPE=max(16, next_power_of_2(rope)),
         BLOCK_SIZE=layer_kv.shape[3],
+        **chosen_constants(chosen),
         DEVICE=device_name(absorbed.device),
     )
     if num_splits == 1:
@@ -160,11 +169,11 @@ def choose_latent_splits(
             (_HEADS_MAX, 32, 8, 2),
         )
     ],
-    key=["NUM_HEADS", "RANK", "ROPE", "BLOCK_SIZE", "num_splits"],
+    key=["NUM_HEADS", "RANK", "ROPE", "BLOCK_SIZE", "num_splits", "UNIT"],
 )
 @triton.jit(
     do_not_specialize=["num_splits", "num_filling", "stride_table"],
-    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "units", "seqs"],
 )
 def _attend_latent_split(
     absorbed,
@@ -176,6 +185,8 @@ def _attend_latent_split(
     context_lens,
     partials,
     log_sums,
+    units,
+    seqs,
     stride_token,
     stride_head,
     stride_turning,
@@ -191,20 +202,23 @@ def _attend_latent_split(
     ROPE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    TOP_K: tl.constexpr,
     DEVICE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    seq = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
-    context_len = tl.load(context_lens + seq)
-    split_len = range_len(context_len, num_splits, num_filling, KEYS)
+    context_len = tl.load(context_lens + query)
+    seq, num_keys = sequence_of(query, context_len, seqs, UNIT, TOP_K)
+    split_len = range_len(num_keys, num_splits, num_filling, KEYS)
     first = split * split_len
-    end = tl.minimum(first + split_len, context_len)
+    end = tl.minimum(first + split_len, num_keys)
 
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = heads < NUM_HEADS
-    tokens = tl.zeros((ROWS,), tl.int64) + seq
+    tokens = tl.zeros((ROWS,), tl.int64) + query
     q_latent, q_turned = load_queries(
         (absorbed, turning, cosines, sines),
         (stride_token, stride_head, stride_turning, stride_turning_head),
@@ -230,12 +244,14 @@ def _attend_latent_split(
         BLOCK_SIZE,
         KEYS,
         True,
+        units + query * TOP_K,
+        UNIT,
     )
     is_empty = sums == 0.0  # true if the range has no keys
     sums = tl.where(is_empty, 1.0, sums)
     result = accumulator / sums[:, None]
     ranks = tl.arange(0, BLOCK_RANK)
-    parts = (seq * NUM_HEADS + heads) * num_splits + split
+    parts = (query * NUM_HEADS + heads) * num_splits + split
     tl.store(
         partials + parts[:, None] * RANK + ranks[None, :],
         result.to(partials.dtype.element_ty),

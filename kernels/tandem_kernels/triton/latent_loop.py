@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem_kernels.triton.attention_loop import product, weigh
+from tandem_kernels.triton.attention_loop import chosen_keys, product, weigh
 from tandem_kernels.triton.kv_rows import read
 
 
@@ -110,6 +110,8 @@ def attend_latents(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
+    units=None,
+    UNIT: tl.constexpr = 0,
 ):
     """Continues the online softmax of a tile of rows with the tokens from `first` to `end` - 1.
     `state` and the result are (accumulator, sums, maxima).
@@ -120,8 +122,10 @@ def attend_latents(
               scale of scores in base 2)
     MASKED    false: every row attends to all tokens of the range, and their number is a multiple of
               KEYS, so no mask is needed
+    units, UNIT    as for `attend` of attention_loop.py
 
-    Each row must attend to a token in the first iteration, because a maximum of -inf gives NaN.
+    Without units, each row must attend to a token in the first iteration, because a maximum of -inf
+    gives NaN.
     """
     accumulator, sums, maxima = state
     absorbed, rotated, last_keys = tile
@@ -134,6 +138,8 @@ def attend_latents(
         keys = start + tl.arange(0, KEYS)
         if MASKED:
             is_key = keys < end
+            if UNIT:
+                keys, is_key = chosen_keys(units, keys, is_key, last_keys, UNIT)
             blocks = tl.load(block_table + keys // BLOCK_SIZE, mask=is_key, other=0)
         else:
             blocks = tl.load(block_table + keys // BLOCK_SIZE)
@@ -152,6 +158,6 @@ def attend_latents(
         if MASKED:
             is_seen = (keys[None, :] <= last_keys[:, None]) & is_key[None, :]
             scores = tl.where(is_seen, scores, float("-inf"))
-        weights, accumulator, sums, maxima = weigh(scores, 1.0, accumulator, sums, maxima, 0)
+        weights, accumulator, sums, maxima = weigh(scores, 1.0, accumulator, sums, maxima, UNIT)
         accumulator += product(weights.to(absorbed.dtype), latents)
     return accumulator, sums, maxima

@@ -39,10 +39,13 @@ def gated_delta_rule(
     dt_bias: torch.Tensor,
     states: torch.Tensor,
     spans: DeviceSpans,
+    rate_max: float = 1.0,
 ) -> torch.Tensor:
     """Returns the same as tandem_kernels.linear_attention.gated_delta_rule, with the gates of
-    delta_gates(a, b, a_log, dt_bias). Tokens and heads may be strided."""
+    delta_gates(a, b, a_log, dt_bias), of which the second is multiplied by `rate_max`. Tokens and
+    heads may be strided."""
     arguments = _arguments(q, k, v, a, b, a_log, dt_bias, None, _UNUSED_LIMITS, states, spans)
+    arguments["RATE_MAX"] = rate_max
     return _scanned_chunks(v, spans, arguments)
 
 
@@ -56,9 +59,11 @@ def gated_delta_rule_recurrent(
     dt_bias: torch.Tensor,
     states: torch.Tensor,
     spans: DeviceSpans,
+    rate_max: float = 1.0,
 ) -> torch.Tensor:
     """Computes the same as `gated_delta_rule`, row by row."""
     arguments = _arguments(q, k, v, a, b, a_log, dt_bias, None, _UNUSED_LIMITS, states, spans)
+    arguments["RATE_MAX"] = rate_max
     return _scanned_rows(v, spans, arguments)
 
 
@@ -149,6 +154,7 @@ def _arguments(
         "SHARED": v.shape[1] // k.shape[1],
         "NUM_HEADS": v.shape[1],
         "IS_DELTA": b is not None,
+        "RATE_MAX": 1.0,
     }
 
 
@@ -250,6 +256,7 @@ def _scan_rows(
     SHARED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     IS_DELTA: tl.constexpr,
+    RATE_MAX: tl.constexpr,
 ):
     span, head = tl.program_id(0), tl.program_id(1)
     num = tl.load(num_rows + span)
@@ -281,7 +288,7 @@ def _scan_rows(
             query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * KEY_DIM**-0.5
             key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
             beta = tl.sigmoid(tl.load(b + row * stride_b + head * stride_b_head).to(tl.float32))
-            written = (value - tl.sum(state * key[:, None], 0)) * beta
+            written = (value - tl.sum(state * key[:, None], 0)) * (beta * RATE_MAX)
         else:
             written = value * step
         state += key[:, None] * written[None, :]
@@ -407,6 +414,7 @@ def _solve_chunks(
     SHARED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
+    RATE_MAX: tl.constexpr,
 ):
     """Inverts 1 + the strictly lower part of beta D * K K^T for an inner chunk of a head, and
     multiplies column j by beta_j. The result is stored by rows."""
@@ -426,7 +434,7 @@ def _solve_chunks(
     system *= product(key, tl.trans(key))
     k_factor = _l2_factors(key)
     beta = tl.load(b + rows * stride_b + head * stride_b_head, mask=is_row, other=0.0)
-    beta = tl.where(is_row, tl.sigmoid(beta.to(tl.float32)), 0.0)
+    beta = tl.where(is_row, tl.sigmoid(beta.to(tl.float32)) * RATE_MAX, 0.0)
     system *= (beta * k_factor)[:, None] * k_factor[None, :]
     i = tl.arange(0, CHUNK)
     system = tl.where(i[None, :] < i[:, None], system, 0.0)

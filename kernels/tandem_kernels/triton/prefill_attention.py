@@ -123,8 +123,8 @@ def _tiles_per_warp_max(arch: int) -> int:
     return 4608 if arch == 90 else 3072
 
 
-# The only tile of 64 rows that fits into the shared memory of sm_120 with heads of 256. With smaller
-# heads, other tiles are as good.
+# The only tile of 64 rows that fits into the shared memory of sm_120 with heads of 256. With
+# smaller heads, other tiles are as good.
 _LARGE_HEADS = triton.Config({"ROWS": 64, "KEYS": 32}, num_warps=8, num_stages=3)
 
 

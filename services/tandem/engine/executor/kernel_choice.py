@@ -16,9 +16,9 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.card_dtypes import describe, is_old
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import GatedDelta, KimiDelta, LinearAttention
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_irregular
+from tandem.models.limits import why_irregular, why_uneven
 from tandem_kernels.native.library import why_unusable
 
 log = logging.getLogger(__name__)
@@ -101,35 +101,33 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
             f"only the native and torch kernels read {config.kv_dtype} KV; "
             "triton reads float32, bfloat16, int8 and fp8_e4m3"
         )
-    if config.tensor_parallel > 1 and (model.has_states or model.has_attention_gates):
-        return "several ranks of Triton kernels share neither states nor gates of attention"
-    if config.lora and (model.has_states or model.has_attention_gates):
+    num_ranks = config.tensor_parallel
+    if num_ranks > 1 and not all(_can_divide(layer.linear, num_ranks) for layer in model.layers):
+        return (
+            f"{num_ranks} ranks of Triton kernels need layers with states that are Gated DeltaNet "
+            "and can be divided into whole heads of keys"
+        )
+    if config.lora and (model.has_states or model.has_attention_gates or model.has_head_gates):
         return "the Triton kernels do not support adapters of models with states"
     return why_not_triton_model(model) or why_not_triton(device, config.numerics)
 
 
+def _can_divide(linear: LinearAttention | None, num_ranks: int) -> bool:
+    return linear is None or (isinstance(linear, GatedDelta) and linear.shares_nothing(num_ranks))
+
+
 def why_not_triton_model(model: ModelConfig) -> str:
     """Returns why the Triton kernels cannot compute a model, or an empty string if they can."""
-    if why := why_irregular(model):
+    if why := why_uneven(model):
         return f"only the native and torch kernels compute this model: {why}"
-    for layer in model.layers:
-        linear = layer.linear
-        if not layer.has_mlp or not (layer.has_attention or linear):
-            return "the triton kernels need attention or a state, and an MLP, in each layer"
-        if linear is None:
-            continue
-        if not isinstance(linear, GatedDelta) or linear.rate_max != 1.0 or layer.has_attention:
-            return "of layers that keep a state, the triton kernels compute only Gated DeltaNet"
-        if any(num % linear.num_heads for num in linear.sections):
-            return "the triton kernels need convolutions of which all heads have as many channels"
-    if model.layer_factors is not None:
-        return "only the native and torch kernels multiply the products of layers by factors"
     if model.is_parallel or model.centers_norms:
         return "only the native and torch kernels compute LayerNorms and parallel blocks"
     if model.norms_rotated_heads:
         return "only the native and torch kernels normalize queries and keys after RoPE"
     if any(layer.is_chunked for layer in model.layers):
         return "only the native and torch kernels compute attention in chunks"
+    if any(isinstance(layer.linear, KimiDelta) for layer in model.layers):
+        return "only the native and torch kernels compute Kimi Delta Attention"
     if any(layer.experts and layer.experts.weighs_inputs for layer in model.layers):
         return "only the native and torch kernels multiply the inputs of experts by their weights"
     return ""

@@ -61,7 +61,7 @@ def _state_shapes(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, i
 def _mlp_shapes(model: ModelConfig, spec: LayerSpec) -> dict[str, tuple[int, int]]:
     """Returns the shapes of a layer's MLP, or of its shared experts in a layer with experts."""
     hidden = model.hidden_size
-    inner = model.intermediate_size
+    inner = spec.inner or model.intermediate_size
     place = "mlp"
     if spec.experts is not None:
         inner = spec.experts.shared_inner

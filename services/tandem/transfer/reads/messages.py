@@ -113,7 +113,9 @@ class LocalPool(msgspec.Struct, frozen=True):
 
 class Pull(msgspec.Struct, frozen=True):
     """A read of blocks of the peer: `producer_block_ids[i]` is read into this worker's block
-    `local_block_ids[i]`. A probe has no local blocks, because it reads into scratch memory.
+    `local_block_ids[i]`. A probe has no local blocks, because it reads into scratch memory. If a
+    block is a piece of a slot, the pull has all pieces of the slot, because the ranks of two
+    workers may cut a slot into other pieces.
     """
 
     pull_id: str

@@ -162,7 +162,6 @@ def test_ranks_of_torch_kernels_have_whole_heads_of_states() -> None:
         "Qwen3NextForCausalLM",
         linear_num_key_heads=3,
         linear_num_value_heads=6,
-        num_experts=0,
         num_key_value_heads=4,
     )
     torch_kernels = {"model": "m", "kernels": "torch", "device": "cpu"}
@@ -175,11 +174,15 @@ def test_ranks_of_torch_kernels_have_whole_heads_of_states() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"tensor_parallel": 2}, "several ranks"), ({"lora": {"a": "/a"}}, "adapters of models with")],
+    [
+        ({"tensor_parallel": 4}, "4 ranks of Triton"),
+        ({"lora": {"a": "/a"}}, "adapters of models with"),
+    ],
 )
 def test_what_triton_does_not_compute_with_states_is_named(
     settings: dict[str, Any], named: str
 ) -> None:
-    model = model_of("Qwen3NextForCausalLM", num_key_value_heads=4)
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    model = model_of("Qwen3NextForCausalLM", num_key_value_heads=4, **sizes)
     with pytest.raises(ConfigError, match=f"kernels=triton cannot be used here: .*{named}"):
         choose_kernels(EngineConfig(model="m", kernels="triton", **settings), CUDA, model)

@@ -35,7 +35,7 @@ PROMPTS = [[(7 * i + 3 * size) % 200 for i in range(size)] for size in (40, 17, 
 CHUNKS = (1, 3, 16, 40)
 
 
-LATENT = ("deepseek", "glm5", "glm4-moe-lite", "mistral4")
+LATENT = ("deepseek", "glm5", "glm4-moe-lite", "kimi-linear", "mistral4")
 
 
 def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFolder:
@@ -48,11 +48,11 @@ def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFo
 
 def why_not_share(model: ModelConfig, kernels: str, num_ranks: int) -> str:
     """Why ranks cannot share the states of a model, or ""."""
-    if kernels == "triton" and (model.has_states or model.has_attention_gates):
-        return "ranks of Triton kernels do not share states"
-    heads = [layer.linear.num_heads for layer in model.layers if layer.linear is not None]
-    if kernels == "torch" and any(num % num_ranks for num in heads):
-        return f"{num_ranks} ranks cannot share {heads[0]} heads of states"
+    for sizes in filter(None, (layer.linear for layer in model.layers)):
+        if kernels == "torch" and sizes.num_heads % num_ranks:
+            return f"{num_ranks} ranks cannot share {sizes.num_heads} heads of states"
+        if kernels == "triton" and not sizes.shares_nothing(num_ranks):
+            return "ranks of Triton kernels cannot share heads of keys"
     return ""
 
 

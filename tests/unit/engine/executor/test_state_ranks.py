@@ -30,8 +30,6 @@ def tiny(family: str, path: Path, **more: Any) -> ModelFolder:
         sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
     if family.startswith("lfm"):
         sizes["hidden_size"] = 256
-    if family.startswith("granite"):
-        more |= {"mamba_d_head": "auto"}
     return make_tiny_model(family, path, **sizes | more)[0]
 
 

@@ -20,6 +20,7 @@ import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import triton
@@ -38,6 +39,7 @@ from tandem_kernels.triton import (
     expert_choice,
     gated_norm,
     grouped_linear,
+    key_choice,
     latent_cache,
     latent_decode,
     latent_prefill,
@@ -62,6 +64,7 @@ BARRIERS_MAX = {"_sample": 40}
 # Warps of kernels that are launched with another number than Triton's default, 4.
 NUM_WARPS = {
     "_add_rms_norm": norm.num_warps(4096),
+    "_gated_norm": norm.num_warps(4096),
     "_sample": sampling.NUM_WARPS,
     "_measure": logprobs.NUM_WARPS,
     "_shrink": lora.NUM_WARPS,
@@ -71,13 +74,18 @@ NUM_WARPS = {
     "_prepare_chunks": linear_attention.NUM_WARPS,
     "_solve_chunks": linear_attention.NUM_WARPS,
     "_scan_chunks": linear_attention.NUM_WARPS,
+    "_choose": key_choice.NUM_WARPS,
 }
 
 PAGED = {"queries": "*bf16", "kv": "*bf16", "block_tables": "*i32", "context_lens": "*i32"}
-PAGED |= {"kv_scales": "*bf16"}
+PAGED |= {"kv_scales": "*bf16", "units": "*i32", "seqs": "*i32"}
 INT8, E4M3 = ({"kv": numbers, "kv_scales": "*fp16"} for numbers in ("*i8", "*u8"))
 LLAMA3 = {"GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "DEVICE": "card"}
 LLAMA3 |= {"WINDOW": 0, "CAP": 0.0, "HAS_SINKS": False}
+# All keys of a context, and those that an indexer chooses: 2,048 keys, or 16 blocks of 128.
+ALL_KEYS = {"UNIT": 0, "TOP_K": 0}
+CHOSEN_KEYS = {"UNIT": 1, "TOP_K": 2048}
+CHOSEN_BLOCKS = {"UNIT": 128, "TOP_K": 16}
 SCALARS = {"sinks": "*bf16", "scale": "fp32"}
 GPT_OSS = LLAMA3 | {"WINDOW": 128, "GROUP_SIZE": 8, "HEAD_DIM": 64, "BLOCK_D": 64}
 GPT_OSS |= {"HAS_SINKS": True}
@@ -125,9 +133,20 @@ def grouped(
 
 LATENTS = {"absorbed": "*bf16", "turning": "*bf16", "kv": "*bf16", "scale": "fp32"}
 LATENTS |= {"cosines": "*fp32", "sines": "*fp32"}
-LATENTS |= {"block_tables": "*i32", "context_lens": "*i32"}
+LATENTS |= dict.fromkeys(("block_tables", "context_lens", "units", "seqs"), "*i32")
 DEEPSEEK = {"NUM_HEADS": 128, "RANK": 512, "BLOCK_RANK": 512, "ROPE": 64}
 DEEPSEEK |= {"BLOCK_SIZE": 16}
+
+# Sparse attention: DeepSeek V3.2 chooses keys, MiniMax M3 blocks of keys.
+CHOICE = dict.fromkeys(("queries", "keys", "out", "pool", "query_norm", "key_norm"), "*bf16")
+CHOICE |= dict.fromkeys(("scores", "shares", "cosines", "sines"), "*fp32")
+CHOICE |= dict.fromkeys(("units", "block_tables", "seqs", "lens", "slots"), "*i32")
+CHOICE |= {"key_bias": "*bf16", "query_eps": "fp32", "key_eps": "fp32"}
+INDEXER = {"DIM": 128, "BLOCK_DIM": 128, "BLOCK_SIZE": 16}
+OF_KEYS = INDEXER | {"NUM_HEADS": 64, "HEADS": 64, "KEYS": 64, "RANGE": 1024, "ROPE": 64}
+OF_KEYS |= {"HAS_QUERY_NORM": False, "HAS_BIAS": True}
+OF_BLOCKS = INDEXER | {"NUM_HEADS": 4, "HEADS": 16, "KEYS": 128, "RANGE": 8, "ROPE": 64}
+OF_BLOCKS |= {"UNIT": 128, "NUM_LOCAL": 1, "HAS_QUERY_NORM": True, "HAS_BIAS": False}
 
 # Layers with a state: Qwen3-Next and Granite 4.
 SPANS = dict.fromkeys(("first_rows", "num_rows", "first_positions", "slots"), "*i32")
@@ -135,8 +154,16 @@ STATE = SPANS | dict.fromkeys(("out", "q", "k", "v", "a", "b", "scores", "invers
 STATE |= dict.fromkeys(("factors", "a_log", "dt_bias", "skip", "states"), "*fp32")
 DELTA = {"DT_MIN": 0.0, "DT_MAX": 0.0, "KEY_DIM": 128, "KEYS": 128, "VALUE_DIM": 128}
 DELTA |= {"COLUMNS": 32, "SHARED": 2, "NUM_HEADS": 32, "IS_DELTA": True, "CHUNK": 64}
-MAMBA2 = DELTA | {"DT_MAX": 1e9, "VALUE_DIM": 64, "SHARED": 48, "NUM_HEADS": 48, "IS_DELTA": False}
-CONVOLVED = {"NUM_CHANNELS": 8192, "GROUP_SIZE": 8192, "NUM_TAPS": 4, "CHANNELS": 128}
+DELTA |= {"RATE_MAX": 1.0}
+MAMBA2 = DELTA | {"DT_MAX": inf, "VALUE_DIM": 64, "SHARED": 48, "NUM_HEADS": 48, "IS_DELTA": False}
+# The convolution of Qwen3-Next, and that of LFM2.
+CONVOLVED = {"NUM_CHANNELS": 8192, "FIRST_1": 2048, "FIRST_2": 4096, "NUM_TAPS": 4, "TAPS": 4}
+CONVOLVED |= {"ROOM_0": 64, "ROOM_1": 64, "ROOM_2": 128, "CHANNELS": 128, "IS_GATED": False}
+SHORT = {"NUM_CHANNELS": 2048, "FIRST_1": 2048, "FIRST_2": 2048, "NUM_TAPS": 3, "TAPS": 2}
+SHORT |= {"ROOM_0": 2048, "ROOM_1": 1, "ROOM_2": 1, "CHANNELS": 128, "IS_GATED": True}
+
+GATED_NORM = {"SIZE": 128, "COLUMNS": 128, "NUM_GROUPS": 32, "IS_GATE_FIRST": False}
+GATED_NORM |= {"HAS_NORM": True, "FACTOR": 1.0}
 
 HEADS = {
     "NUM_HEADS": 32,
@@ -152,20 +179,25 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (
         decode_attention._attend_split,
         PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
-        GEMMA2 | {"ROWS": 16},
+        GEMMA2 | {"ROWS": 16} | ALL_KEYS,
     ),
     (
         decode_attention._attend_split,
         PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
-        GPT_OSS | {"ROWS": 16},
+        GPT_OSS | {"ROWS": 16} | ALL_KEYS,
     ),
     *(
         (
             decode_attention._attend_split,
             PAGED | kv | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
-            LLAMA3 | {"ROWS": 16},
+            LLAMA3 | {"ROWS": 16} | ALL_KEYS,
         )
         for kv in (INT8, E4M3)
+    ),
+    (
+        decode_attention._attend_split,
+        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
+        LLAMA3 | {"GROUP_SIZE": 16, "ROWS": 16} | CHOSEN_BLOCKS,
     ),
     (
         decode_attention._weigh_splits,
@@ -201,10 +233,13 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         )
         for kv in ({}, INT8, E4M3)
     ),
-    (
-        latent_decode._attend_latent_split,
-        LATENTS | {"partials": "*fp32", "log_sums": "*fp32"},
-        DEEPSEEK | {"BLOCK_ROPE": 64, "DEVICE": "card"},
+    *(
+        (
+            latent_decode._attend_latent_split,
+            LATENTS | {"partials": "*fp32", "log_sums": "*fp32"},
+            DEEPSEEK | {"BLOCK_ROPE": 64, "DEVICE": "card"} | keys,
+        )
+        for keys in (ALL_KEYS, CHOSEN_KEYS)
     ),
     (
         latent_prefill._attend_latent_chunks,
@@ -246,13 +281,16 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (
         activation._gated_mul,
         {"gate_up": "*bf16", "out": "*bf16"},
-        {"INNER": 14336, "COLUMNS": 1024, "IS_SILU": True, "ALPHA": 0.0, "LIMIT": 0.0},
+        {"INNER": 14336, "COLUMNS": 1024, "IS_SILU": True, "ALPHA": 0.0, "LIMIT": 0.0}
+        | {"GATE_FACTOR": 1.0, "FACTOR": 1.0},
     ),
     (
         activation._gated_mul,
         {"gate_up": "*bf16", "out": "*bf16"},
-        {"INNER": 2048, "COLUMNS": 1024, "IS_SILU": False, "ALPHA": 1.702, "LIMIT": 7.0},
+        {"INNER": 2048, "COLUMNS": 1024, "IS_SILU": False, "ALPHA": 1.702, "LIMIT": 7.0}
+        | {"GATE_FACTOR": 0.5, "FACTOR": 0.5},
     ),
+    (activation._relu_squared, {"x": "*bf16", "out": "*bf16"}, {"WIDTH": 14336, "COLUMNS": 1024}),
     packed(FP8, 16, has_splits=True),
     packed(FP8, 64),
     packed(FP8_BYTES, 16),
@@ -305,16 +343,40 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         )
         if constants["IS_DELTA"] or kernel is not linear_attention._solve_chunks
     ),
-    (
-        causal_conv._convolve,
-        SPANS | dict.fromkeys(("weight", "bias", "out", "x"), "*bf16") | {"states": "*fp32"},
-        CONVOLVED | {"ROWS": 16, "HAS_BIAS": True, "HAS_SILU": True},
+    *(
+        (
+            causal_conv._convolve,
+            SPANS | dict.fromkeys(("weight", "bias", "out", "x"), "*bf16") | {"states": "*fp32"},
+            sizes | {"ROWS": rows, "IS_SINGLE": rows == 1, "HAS_BIAS": True, "HAS_SILU": has_silu},
+        )
+        for sizes, rows, has_silu in (
+            (CONVOLVED, 16, True),
+            (CONVOLVED, 1, True),
+            (SHORT, 1, False),
+        )
     ),
-    (causal_conv._keep_last, SPANS | {"x": "*bf16", "states": "*fp32"}, CONVOLVED | {"TAPS": 4}),
+    (causal_conv._keep_last, SPANS | {"x": "*bf16", "states": "*fp32"}, CONVOLVED),
+    *(
+        (
+            gated_norm._gated_norm,
+            dict.fromkeys(("x", "gate", "weight", "out"), "*bf16") | {"eps": "fp32"},
+            GATED_NORM | more,
+        )
+        for more in ({}, {"NUM_GROUPS": 1, "IS_GATE_FIRST": True, "SIZE": 4096, "COLUMNS": 4096})
+    ),
+    *(
+        (kernel, CHOICE, {name: sizes[name] for name in sizes if name in kernel.arg_names})
+        for sizes, kernel in (
+            (OF_KEYS, key_choice._index_heads),
+            (OF_BLOCKS, key_choice._index_heads),
+            (OF_KEYS, key_choice._score_keys),
+            (OF_BLOCKS, key_choice._score_blocks),
+        )
+    ),
     (
-        gated_norm._gated_norm,
-        dict.fromkeys(("x", "gate", "weight", "out"), "*bf16") | {"eps": "fp32"},
-        {"SIZE": 128, "COLUMNS": 128, "NUM_GROUPS": 32, "IS_GATE_FIRST": False},
+        key_choice._choose,
+        CHOICE,
+        {"TOP_K": 2048, "NUM_LISTS": 1, "UNIT": 1, "TILE": 2048},
     ),
     (edits._edit, {"logits": "*fp32", "numbers": "*i32"}, {"TILE": 256}),
     (edits._mask, {"logits": "*fp32", "words": "*i32"}, {"TILE": 4096}),
@@ -331,12 +393,12 @@ MORE_KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (
         decode_attention._attend_split,
         PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
-        LLAMA3 | {"ROWS": 16},
+        LLAMA3 | {"ROWS": 16} | ALL_KEYS,
     ),
     (
         decode_attention._attend_split,
         PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
-        MISTRAL | {"ROWS": 16},
+        MISTRAL | {"ROWS": 16} | ALL_KEYS,
     ),
     (
         prefill_attention._attend_chunks,
@@ -366,7 +428,7 @@ def attention_of(
         (
             decode_attention._attend_split,
             PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
-            heads | {"ROWS": 16},
+            heads | {"ROWS": 16} | ALL_KEYS,
         ),
         (
             prefill_attention._attend_chunks,

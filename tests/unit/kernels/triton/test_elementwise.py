@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem_kernels import norm, rope
 from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_fp8 import FixedScales
-from tandem_kernels.triton.activation import gated_mul
+from tandem_kernels.triton.activation import gated_mul, relu_squared
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
 from tandem_kernels.triton.rope_cache import rotate_and_store
 from tests.kv_pools import empty_pool, pool_of
@@ -74,6 +74,8 @@ def test_activation(num_rows: int, inner: int, dtype: torch.dtype, device: torch
     gate, up = gate_up.chunk(2, dim=-1)
     assert_close(gated_mul(gate_up), silu(gate) * up)
     assert_close(gated_mul(gate_up, "gelu_tanh"), gelu(gate, approximate="tanh") * up)
+    assert_close(gated_mul(gate_up, factors=(0.6, 1.7)), silu(gate * 0.6) * up * 1.7)
+    assert_close(relu_squared(gate), relu(gate).square())
 
 
 @pytest.mark.parametrize(

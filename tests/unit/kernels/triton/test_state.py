@@ -120,6 +120,92 @@ def test_convolution(
     assert torch.equal(ours.cpu(), theirs)
 
 
+# Single rows, for which one launch convolves and updates the states.
+SINGLE_SPANS = (
+    StateSpan(first_row=1, num_rows=1, first_position=5, slot=4),
+    StateSpan(first_row=2, num_rows=0, first_position=9, slot=0),
+    StateSpan(first_row=3, num_rows=1, first_position=0, slot=2),
+    StateSpan(first_row=4, num_rows=1, first_position=3, slot=6),
+)
+
+
+@pytest.mark.parametrize("spans", [SPANS, SINGLE_SPANS], ids=["chunks", "single"])
+def test_convolution_of_sections(spans: tuple[StateSpan, ...], device: torch.device) -> None:
+    """Three groups cannot share the 40 channels of the second section equally."""
+    sizes, rooms = [150, 40, 27], [50, 14, 9]
+    x, weight, bias = torch.randn(NUM_ROWS, 217), torch.randn(217, 4), torch.randn(217)
+    before = torch.randn(NUM_SLOTS, 3, 3, sum(rooms))
+    ours, theirs = before.to(device, copy=True), before.clone()
+    y = triton_conv.causal_conv1d(
+        x.to(device),
+        weight.to(device),
+        bias.to(device),
+        ours,
+        DeviceSpans.of(spans, device),
+        has_silu=True,
+        sections=[*map(triton_conv.Section, sizes, rooms)],
+    ).cpu()
+    parts = [torch.split(each, sizes, dim) for each, dim in ((x, 1), (weight, 0), (bias, 0))]
+    states = torch.split(theirs, rooms, -1)
+    convolved = [
+        causal_conv.causal_conv1d(*each, spans, silu) for each in zip(*parts, states, strict=True)
+    ]
+    for span in spans:
+        rows = slice(span.first_row, span.first_row + span.num_rows)
+        torch.testing.assert_close(y[rows], torch.cat(convolved, 1)[rows], rtol=1e-5, atol=1e-5)
+    # The kernels leave the room that a group does not need as it is.
+    spare = 50 + 12
+    assert torch.equal(ours.cpu()[:, 2, :, spare : 50 + 14], before[:, 2, :, spare : 50 + 14])
+    theirs[:, 2, :, spare : 50 + 14] = before[:, 2, :, spare : 50 + 14]
+    assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spans", [SPANS, SINGLE_SPANS], ids=["chunks", "single"])
+def test_gated_convolution(
+    spans: tuple[StateSpan, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """The numbers are small integers, so that no result is rounded."""
+    projected, weight, bias, before = (
+        torch.randint(-2, 3, shape).to(dtype)
+        for shape in ((NUM_ROWS, 3 * 150), (150, 3), (150,), (NUM_SLOTS, 1, 2, 150))
+    )
+    before = before.float()
+    ours, theirs = before.to(device, copy=True), before.clone()
+    y = triton_conv.gated_conv1d(
+        *(each.to(device) for each in (projected, weight, bias)),
+        ours,
+        DeviceSpans.of(spans, device),
+    ).cpu()
+    inputs, gates, x = projected.chunk(3, 1)
+    expected = gates * causal_conv.causal_conv1d(inputs * x, weight, bias, theirs, spans, None)
+    computed = [row for s in spans for row in range(s.first_row, s.first_row + s.num_rows)]
+    assert torch.equal(y[computed], expected[computed])
+    others = [row for row in range(NUM_ROWS) if row not in computed]
+    assert not y[others].any()
+    assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rates_above_1(form: str, device: torch.device) -> None:
+    """Gated DeltaNet with rates of up to 2."""
+    case = DeltaCase(NUM_ROWS, k_heads=1, v_heads=1, d_k=16, d_v=16)
+    spans = SPANS[-2:]
+    ours, theirs = case.states.to(device, copy=True), case.states.clone()
+    rule = {
+        "chunked": triton_attention.gated_delta_rule,
+        "recurrent": triton_attention.gated_delta_rule_recurrent,
+    }[form]
+    inputs = (case.q, case.k, case.v, case.a, case.b, case.a_log, case.dt_bias)
+    y = rule(*(x.to(device) for x in inputs), ours, DeviceSpans.of(spans, device), 2.0).cpu()
+    log_decay, beta = delta_gates(case.a, case.b, case.a_log, case.dt_bias)
+    expected = linear_attention.gated_delta_rule_recurrent(
+        case.q, case.k, case.v, log_decay, 2.0 * beta, theirs, spans
+    )
+    torch.testing.assert_close(y[152:], expected[152:], rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gated_norms(dtype: torch.dtype, device: torch.device) -> None:
     x, gate = (torch.randn(5, 3, 48).to(device, dtype) for _ in range(2))
@@ -135,6 +221,12 @@ def test_gated_norms(dtype: torch.dtype, device: torch.device) -> None:
     torch.testing.assert_close(
         gated_norm.rms_norm_of_gated(x.flatten(1), wide, weight, 1e-5, 48),
         norm.rms_norm_of_gated(x.flatten(1), wide, weight, 1e-5, 48),
+        rtol=tolerance,
+        atol=tolerance,
+    )
+    torch.testing.assert_close(
+        gated_norm.rms_norm_of_gated(x.flatten(1), wide, None, 1e-5, 48, factor=0.3),
+        (x.flatten(1).float() * silu(wide.float())).to(dtype) * 0.3,
         rtol=tolerance,
         atol=tolerance,
     )

@@ -42,6 +42,8 @@ LEFT_OUT = {
     "max_position_embeddings",
     "num_hidden_layers",
     "pad_token_id",
+    # transformers limits the steps of a prompt by it, but not those of single tokens (Nemotron-H).
+    "time_step_min",
     "transformers_version",
     "use_cache",
     "vocab_size",
@@ -211,6 +213,7 @@ BASE: dict[str, Any] = {
     "sliding_window": 64,
 }
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
+NEMOTRON = {"architectures": ["NemotronHForCausalLM"], "layers_block_type": ["mamba"]}
 DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": 2}
 
 
@@ -236,6 +239,7 @@ DEEPSEEK = {"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": 2
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         (GEMMA3 | {"rope_parameters": LINEAR}, "for this architecture, rope_parameters"),
         (DEEPSEEK | {"rope_interleave": False}, "rope_interleave is False"),
+        (NEMOTRON | {"layer_types": ["mlp"]}, "layer_types and layers_block_type differ"),
     ],
 )
 def test_fields_that_would_change_answers_in_silence_are_refused(
@@ -263,6 +267,15 @@ def test_gemma_3s_ropes_by_kind_have_thetas_of_their_own_where_none_is_named() -
         BASE | GEMMA3 | {"rope_theta": 300.0, "rope_parameters": given, "sliding_window_pattern": 1}
     )
     assert [layer.rope.theta for layer in whole.layers] == [300.0] * 3
+
+
+def test_lfm_3s_ropes_by_kind_have_one_theta_where_none_is_named(tmp_path: Path) -> None:
+    make_tiny_model("lfm3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"]["sliding_attention"] = {"rope_type": "default"}
+    del config["rope_parameters"]["full_attention"]["rope_theta"]
+    layers = ModelConfig.from_hf(config).layers
+    assert [layers[number].rope.theta for number in (1, 3)] == [1000000.0] * 2
 
 
 def test_a_tied_output_matrix_that_differs_is_refused(tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tandem.engine.executor.runner import ModelRunner
+from tandem.errors import UnsupportedModel
 from tandem.models.gguf.config import ARCHITECTURES
 from tandem.models.gguf.convert import converted_folder
+from tandem.models.gguf.export import export
 from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind, Matrix
 from tests.model_engines import make_runner
@@ -489,6 +492,27 @@ def test_logits_are_those_of_the_origin(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         assert found.argmax() == expected.argmax()
         prompt.append(int(found.argmax()))
+
+
+@pytest.mark.parametrize("name", _FAMILIES)
+def test_an_exported_folder_has_the_numbers_of_the_origin_or_is_refused(
+    name: str, tmp_path: Path, tiny_gguf: Any
+) -> None:
+    origin = make_origin(name, tiny_gguf.vocab_size)
+    file = file_of(name, origin, tmp_path / "tiny.gguf")
+    folder = read_folder(converted_folder(file, cache_dir=tmp_path))
+    stored = origin.state_dict()
+    if any(".experts." in part or "kv_b_proj" in part or "qkvz" in part for part in stored):
+        with pytest.raises(UnsupportedModel, match=r"cannot be exported, because .* another form"):
+            export(folder, tmp_path / "whole")
+        assert not (tmp_path / "whole").exists()
+        return
+    found = load_file(export(folder, tmp_path / "whole") / "model.safetensors")
+    if origin.config.tie_word_embeddings:
+        del stored["lm_head.weight"]
+    assert found.keys() == stored.keys()
+    for part, numbers in found.items():
+        torch.testing.assert_close(numbers, stored[part], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@
                                  MLP, which some models normalize.
     q, k, v                      one product (products.py)
     attention                    attention.py, or latent.py for latent attention
-    silu(gate) * up              one kernel
+    silu(gate) * up, relu(up)^2  one kernel
     experts                      experts.py
-    linear attention             delta.py
+    indexers                     indexers.py
+    layers with a state          states.py
 
 The decoder only creates views and launches kernels. It never waits for the device, so a CUDA graph
 can record a step.
@@ -30,11 +31,12 @@ from tandem.engine.executor.torch.decoder import (
 )
 from tandem.engine.executor.torch.lora import NO_LORA, AddsLora, ProductName
 from tandem.engine.executor.triton.attention import HeadAttention, LayerStep
-from tandem.engine.executor.triton.delta import delta_layer
 from tandem.engine.executor.triton.experts import StackedExperts
+from tandem.engine.executor.triton.indexers import StepIndexers
 from tandem.engine.executor.triton.inputs import StepViews
 from tandem.engine.executor.triton.latent import LatentAttention
 from tandem.engine.executor.triton.products import product, project
+from tandem.engine.executor.triton.states import state_layer
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
     LayerWeights,
@@ -49,7 +51,7 @@ from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.state_pool import Pool, StatePool
-from tandem_kernels.triton.activation import gated_mul
+from tandem_kernels.triton.activation import gated_mul, relu_squared
 from tandem_kernels.triton.expert_choice import choose_experts
 from tandem_kernels.triton.norm import add_rms_norm, rms_norm
 
@@ -80,11 +82,14 @@ class TritonDecoder:
         )
         self._places = layer_places(config)
         self._state_places = state_places(config)
+        self._max_model_len = max_model_len
         device = weights.device
         ropes = dict.fromkeys(layer.rope for layer in config.layers)
         self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
         clamp = config.gate_clamp
         self._clamp = (clamp.alpha, clamp.limit) if clamp else None
+        factors = config.layer_factors
+        self._gate_factors = (factors.gate, factors.down) if factors else (1.0, 1.0)
         self._embedding_multiplier = embedding_multiplier(config, weights.embedding.dtype)
         # The output of the final norm for each row of the last step's logits: [rows, hidden]. A
         # step that replays a CUDA graph does not set this attribute.
@@ -117,6 +122,11 @@ class TritonDecoder:
             x = self._ranks.gather(x, self._config.hidden_size)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
+        indexers = None
+        if self._config.index_keys is not None:
+            (pool,) = pools
+            assert isinstance(pool, KvPool)
+            indexers = StepIndexers(self._config, pool, step, self._max_model_len)
         delta: torch.Tensor | None = None
         post_norm: torch.Tensor | None = None  # the norm of delta
         layers = zip(
@@ -124,59 +134,75 @@ class TritonDecoder:
             strict=True,
         )
         for index, (spec, place, state_place, layer, stacked) in enumerate(layers):
-            assert layer.attention_out is not None
-            assert layer.mlp is not None
-            normed = self._add_norm(x, delta, post_norm, layer.attention_norm)
             is_last = index + 1 == self._config.num_layers
             tell_launched = on_kv_launched if is_last and self._ranks is ALONE else _nothing
-            projected = self._project_qkv(normed, index, layer, lora)
-            if state_place is not None:
-                states = pools[state_place.group]
-                assert isinstance(states, StatePool)
-                assert isinstance(spec.linear, GatedDelta)
-                assert layer.state is not None
-                attended = delta_layer(
-                    spec.linear,
-                    layer.state,
-                    projected,
-                    step,
-                    state_place.group,
-                    states.matrices(state_place.number),
-                    states.convs(state_place.number),
-                    self._config.rms_norm_eps,
-                )
+            if place is None and state_place is None:
                 tell_launched()
             else:
-                assert place is not None
-                pool = pools[place.group]
-                assert isinstance(pool, KvPool)
-                attended = self._attention.attend(
-                    projected,
-                    LayerStep(
+                assert layer.attention_out is not None
+                normed = self._add_norm(x, delta, post_norm, layer.attention_norm)
+                projected = self._project_qkv(normed, index, layer, lora)
+                if state_place is not None:
+                    states = pools[state_place.group]
+                    assert isinstance(states, StatePool)
+                    assert spec.linear is not None
+                    assert layer.state is not None
+                    num_own = 0 if place is None else self._config.num_qkv
+                    linear = spec.linear
+                    if isinstance(linear, GatedDelta):  # ranks share no others
+                        linear = linear.of_rank(self._ranks.share.num_ranks)
+                    attended = of_state = state_layer(
+                        linear,
+                        layer.state,
+                        projected[:, num_own:],
                         step,
-                        layer,
-                        spec.window,
-                        place.group,
-                        pool.layer(place.number),
-                        angles[spec.rope],
-                        factors[spec.rope],
-                        index,
-                        lora,
-                    ),
-                    tell_launched,
+                        state_place.group,
+                        states.matrices(state_place.number),
+                        states.convs(state_place.number),
+                        self._config.rms_norm_eps,
+                    )
+                    projected = projected[:, :num_own]
+                if place is None:
+                    tell_launched()
+                else:
+                    pool = pools[place.group]
+                    assert isinstance(pool, KvPool)
+                    choose = None
+                    if indexers is not None:
+                        choose = indexers.of_layer(index, layer.indexer, normed, angles[spec.rope])
+                    attended = self._attention.attend(
+                        projected,
+                        LayerStep(
+                            step,
+                            layer,
+                            spec.window,
+                            place.group,
+                            pool.layer(place.number),
+                            angles[spec.rope],
+                            factors[spec.rope],
+                            index,
+                            lora,
+                            choose,
+                        ),
+                        tell_launched,
+                    )
+                    if state_place is not None:
+                        attended = torch.cat((attended, of_state), 1)
+                if layer.attention_gate is not None:
+                    gates = product(normed, layer.attention_gate)
+                    gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
+                    attended = attended * torch.sigmoid(gates)
+                delta = whole_of(
+                    self._ranks,
+                    self._config.hidden_size,
+                    self._out(index, "attention_out", layer.attention_out, attended, lora),
                 )
-            if layer.attention_gate is not None:
-                gates = product(normed, layer.attention_gate)
-                gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
-                attended = attended * torch.sigmoid(gates)
-            delta = whole_of(
-                self._ranks,
-                self._config.hidden_size,
-                self._out(index, "attention_out", layer.attention_out, attended, lora),
-            )
+                post_norm = layer.attention_post_norm
             if is_last and self._ranks is not ALONE:
                 on_kv_launched()
-            normed = self._add_norm(x, delta, layer.attention_post_norm, layer.mlp_norm)
+            if layer.mlp is None:
+                continue
+            normed = self._add_norm(x, delta, post_norm, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
                 delta = whole_of(
                     self._ranks, self._config.hidden_size, self._mlp(index, layer.mlp, normed, lora)
@@ -218,7 +244,9 @@ class TritonDecoder:
         return self._out(index, "down", mlp.down, gated, lora)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return gated_mul(gate_up, self._config.activation, self._clamp)
+        if not self._config.has_gates:
+            return relu_squared(gate_up)
+        return gated_mul(gate_up, self._config.activation, self._clamp, self._gate_factors)
 
     def _mix(
         self,
@@ -286,11 +314,13 @@ class TritonDecoder:
     def _project_qkv(
         self, x: torch.Tensor, index: int, layer: LayerWeights, lora: AddsLora
     ) -> torch.Tensor:
-        """Returns q, k and v side by side. If the model normalizes q and k over all heads of a row
-        together, they are normalized here. Norms of single heads are computed in attention.py."""
+        """Returns the product of a layer's first matrices (`LayerWeights.qkv`), such as q, k and v
+        side by side. If the model normalizes q and k over all heads of a row together, they are
+        normalized here. Norms of single heads are computed in attention.py."""
         qkv = lora.add(index, "qkv", project(x, layer.qkv), x)
-        if self._config.qk_norm == "all":
-            assert layer.q_norm is not None
+        if layer.projected_factors is not None:
+            qkv.mul_(layer.projected_factors)
+        if self._config.qk_norm == "all" and layer.q_norm is not None:
             assert layer.k_norm is not None
             num_queries = self._config.num_attention_heads * self._config.head_dim
             num_keys = self._config.num_kv_heads * self._config.head_dim

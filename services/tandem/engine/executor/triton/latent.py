@@ -8,7 +8,8 @@ kernels, in five operations:
 3. Multiply the unrotated elements of the queries by W_k^T, all heads in one product. The results
    are called absorbed queries.
 4. Compute the attention: one launch for sequences with one token, and one launch for chunks. It
-   rotates the other elements of the queries.
+   rotates the other elements of the queries. If an indexer chooses the keys (indexers.py), the
+   attention of all rows is one launch.
 5. Multiply the attention output by W_v, all heads in one product. If contexts are cut into ranges,
    the kernel that combines them computes the products.
 
@@ -29,6 +30,7 @@ from tandem.engine.executor.triton.attention import LayerStep
 from tandem.engine.executor.weights.decoder_weights import LATENT_NORM_EPS, LatentWeights
 from tandem.models.config.latent import Latent
 from tandem_kernels.linear import linear_of_heads
+from tandem_kernels.triton.key_choice import ChosenKeys
 from tandem_kernels.triton.latent_cache import norm_and_store_latents
 from tandem_kernels.triton.latent_decode import (
     choose_latent_splits,
@@ -74,6 +76,7 @@ class LatentAttention:
             queries=None if weights.q_norm is None else queries,
             q_norm=weights.q_norm,
         )
+        chosen = None if at.choose is None else at.choose(normed)
         on_kv_launched()
         if normed is not None:
             assert weights.q_out is not None
@@ -82,10 +85,14 @@ class LatentAttention:
         plain, turning = torch.split(heads, [sizes.plain_dim, sizes.rope_dim], -1)
         absorbed = linear_of_heads(plain, weights.keys)
         absorbed = at.lora.add_of_heads(at.index, "latent_keys", absorbed, plain)
-        return self._attend(LatentQueries(absorbed, turning, cosines, sines), weights, at)
+        return self._attend(LatentQueries(absorbed, turning, cosines, sines), weights, at, chosen)
 
     def _attend(
-        self, queries: LatentQueries, weights: LatentWeights, at: LayerStep
+        self,
+        queries: LatentQueries,
+        weights: LatentWeights,
+        at: LayerStep,
+        chosen: ChosenKeys | None,
     ) -> torch.Tensor:
         """Returns the attention output, multiplied by W_v: [T, heads * value]."""
         num_tokens, num_heads, _ = queries.absorbed.shape
@@ -93,25 +100,43 @@ class LatentAttention:
         num_single = step.shape.num_single
         block_tables = step.block_tables[at.group]
         values = weights.values if at.lora is NO_LORA else None
+
+        def decode(
+            queries: LatentQueries,
+            block_tables: torch.Tensor,
+            context_lens: torch.Tensor,
+            num_keys_max: int,
+        ) -> torch.Tensor:
+            return latent_decode_attention(
+                queries,
+                at.kv.numbers,
+                block_tables,
+                context_lens,
+                splits=choose_latent_splits(
+                    len(context_lens),
+                    num_heads,
+                    num_keys_max,
+                    num_multiprocessors(queries.absorbed.device),
+                ),
+                scale=self._sizes.scale,
+                values=values,
+                chosen=chosen,
+            )
+
         parts = []
-        if num_single:
+        if chosen is not None:
+            tables, _, lens = chosen.places
+            parts.append(decode(queries, tables, lens, chosen.num_keys_max))
+        elif num_single:
             parts.append(
-                latent_decode_attention(
+                decode(
                     queries.rows(0, num_single),
-                    at.kv.numbers,
                     block_tables[:num_single],
                     step.context_lens[:num_single],
-                    splits=choose_latent_splits(
-                        num_single,
-                        num_heads,
-                        self._max_model_len,
-                        num_multiprocessors(queries.absorbed.device),
-                    ),
-                    scale=self._sizes.scale,
-                    values=values,
+                    self._max_model_len,
                 )
             )
-        if step.shape.num_chunks:
+        if step.shape.num_chunks and chosen is None:
             latents = latent_prefill_attention(
                 queries.rows(num_single, num_tokens),
                 at.kv.numbers,

@@ -128,7 +128,9 @@ def share_of_lora(weights: LoraWeights, config: ModelConfig, share: Share) -> Lo
         return tuple(replace(part, a=_columns(part.a, inputs).contiguous()) for part in parts)
 
     def layer(whole: LoraLayer, spec: LayerSpec) -> LoraLayer:
-        num_inner = spec.experts.shared_inner if spec.experts else config.intermediate_size
+        num_inner = spec.inner or config.intermediate_size
+        if spec.experts is not None:
+            num_inner = spec.experts.shared_inner
         inner = share.of(num_inner)
         gate_up = [inner, _after(num_inner, inner)]
         return LoraLayer(
@@ -228,7 +230,7 @@ def _state(weights: StateWeights, sizes: LinearAttention, share: Share) -> State
         return None if numbers is None else numbers[heads.start : heads.stop]
 
     norm = weights.norm
-    if norm is not None and isinstance(sizes, Mamba2) and has_whole_groups(sizes, share):
+    if norm is not None and isinstance(sizes, Mamba2) and sizes.num_groups % share.num_ranks == 0:
         own = _times(heads, sizes.value_dim)
         norm = norm[own.start : own.stop]
     return replace(
@@ -240,12 +242,6 @@ def _state(weights: StateWeights, sizes: LinearAttention, share: Share) -> State
         skip=of_heads(weights.skip),
         norm=norm,
     )
-
-
-def has_whole_groups(sizes: LinearAttention, share: Share) -> bool:
-    """Returns whether no two ranks share a head of q and k. A rank's part of the states then has
-    the channels of its own heads of q and k, if all heads have equally many of them."""
-    return sizes.num_k_heads % share.num_ranks == 0
 
 
 def _state_outputs(sizes: LinearAttention, share: Share) -> list[range]:

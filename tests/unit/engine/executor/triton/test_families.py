@@ -46,8 +46,38 @@ KINDS: dict[str, dict[str, Any]] = {
     "ministral3": {"max_position_embeddings": 64},  # queries scaled by position
     "ernie4.5-moe": {},  # softmaxes with a correction
     "qwen3-next": SMALL_STATES,  # Gated DeltaNet, gates of attention and of shared MLPs
+    # short convolutions with biases
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    # Mamba 2 with a norm, experts beside a shared MLP
+    "granite4": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    # attention beside Mamba 2 without a norm, factors on products
+    "falcon-h1": {"num_hidden_layers": 1},
+    # layers of one part, MLPs and experts without gates
+    "nemotron-h": {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]},
+    # an indexer, whose choice of 6 keys the next layer uses
+    "glm5": {
+        "num_hidden_layers": 2,
+        "indexer_types": ["full", "shared"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_topk": 6,
+    },
+    # an indexer for each KV head, which chooses 2 blocks of 4 keys
+    "minimax-m3": {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
+}
+# By family: settings of the checkpoints in the long form.
+LONG: dict[str, dict[str, Any]] = {
+    "deepseek-v3.2": {"index_topk": 6},  # fewer than a prompt has
+    "lfm3": WINDOW,
 }
 OTHERS = (
+    *("granite4-dense", "falcon-h1-norm", "lfm2-moe", "olmo-hybrid", "olmo-hybrid-rope"),
+    *LONG,
     *("deepseek-v2-groups", "deepseek-v3-halves", "mixtral", "qwen3-moe", "mistral-window"),
     *("olmo3", "glm", "glm4-moe", "glm4-moe-lite", "seed-oss", "ernie4.5", "hy-v3"),
     *("minimax-m2", "exaone4", "mistral4", "qwen3.5", "qwen3.5-moe"),
@@ -58,7 +88,7 @@ OTHERS = (
     "family", [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
 def test_logits_and_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    folder, reference = make_tiny_model(family, tmp_path, **KINDS.get(family, {}))
+    folder, reference = make_tiny_model(family, tmp_path, **(KINDS | LONG).get(family, {}))
     settings: dict[str, Any] = {"dtype": "float32", "block_size": 8, "kernels": "triton"}
     runner = ModelRunner(folder, EngineConfig(model="", max_num_seqs=2, **settings))
     with torch.no_grad():

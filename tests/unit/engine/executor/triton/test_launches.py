@@ -178,6 +178,19 @@ def test_a_dense_layer_with_latent_attention(
         assert len(layer) <= DENSE_LAYER_MAX, " ".join(layer)
 
 
+@pytest.mark.parametrize("family", ["granite4-dense", pytest.param("lfm2", marks=pytest.mark.slow)])
+def test_a_dense_layer_with_a_state(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = "conv" if family == "lfm2" else "linear_attention"
+    kinds = {"num_hidden_layers": 3, "layer_types": [kind, kind, "full_attention"]}
+    launched = launches_of(family, tmp_path, monkeypatch, **kinds)
+    first, second = (at for at, name in enumerate(launched) if name == "_convolve")
+    layer = launched[first:second]
+    assert len(layer) <= DENSE_LAYER_MAX, " ".join(layer)
+    assert "_keep_last" not in layer
+
+
 @pytest.mark.parametrize("family", ["gpt-oss", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_a_layer_of_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in layers_of(family, tmp_path, monkeypatch):
@@ -188,7 +201,19 @@ def layers_of(
     family: str, path: Path, monkeypatch: pytest.MonkeyPatch, *, num_seqs: int = 1, **changes: Any
 ) -> list[list[str]]:
     """Returns the launches of each layer but the last in a decode step, from the layer's first
-    launch after its products of q, k and v to the same of the next layer.
+    launch after its products of q, k and v to the same of the next layer."""
+    launched = launches_of(family, path, monkeypatch, num_seqs=num_seqs, **changes)
+    firsts = [at for at, name in enumerate(launched) if name in FIRST]
+    assert len(firsts) == 3
+    layers = [launched[first:end] for first, end in pairwise(firsts)]
+    assert all(sum(name in ATTENTION for name in layer) == 1 for layer in layers)
+    return layers
+
+
+def launches_of(
+    family: str, path: Path, monkeypatch: pytest.MonkeyPatch, *, num_seqs: int = 1, **changes: Any
+) -> list[str]:
+    """Returns the launches of a decode step.
 
     Like on a card, q, k and v are one matrix: they are copied, because the file has another dtype.
     """
@@ -201,8 +226,4 @@ def layers_of(
     runner.forward(StepBatch([sequence.take(3) for sequence in sequences]))
     with counted(monkeypatch) as launched:
         runner.forward(StepBatch([sequence.take(1) for sequence in sequences]))
-    firsts = [at for at, name in enumerate(launched) if name in FIRST]
-    assert len(firsts) == 3
-    layers = [launched[first:end] for first, end in pairwise(firsts)]
-    assert all(sum(name in ATTENTION for name in layer) == 1 for layer in layers)
-    return layers
+    return launched

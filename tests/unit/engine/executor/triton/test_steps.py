@@ -15,6 +15,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.triton import tuning_shapes
 from tandem.engine.executor.triton.decode_graphs import bucket_sizes
+from tandem.engine.executor.triton.indexers import places_of
 from tandem.engine.executor.triton.inputs import (
     DecodeRows,
     StepShape,
@@ -234,6 +235,23 @@ def test_padding_changes_no_state() -> None:
         [11, 0, 0],
         [6, 0, 0],
     ]
+
+
+def test_places_of_the_rows_of_a_step() -> None:
+    chunks = [SequenceSlice([1] * n, n + 4, [7, 8], True) for n in (2, 3)]
+    batch = StepBatch([chunks[0], SequenceSlice([7], 12, [3, 5], True), chunks[1]])
+    places = places_of(write_step(batch, 8))
+    assert places.seqs.tolist() == [0, 1, 1, 2, 2, 2]
+    assert places.lens.tolist() == [12, 5, 6, 5, 6, 7]
+    assert places.block_tables.tolist() == [[3, 5], [7, 8], [7, 8]]
+
+    # Two single tokens, and chunks of 8 tokens: 3 of padding, which are a chunk of their own.
+    shape = StepShape(10, 6, 2, 6, 2)
+    padded = StepViews.of(torch.full((sum(shape.sizes),), 77, dtype=torch.int32), shape)
+    fill(padded, batch, 8)
+    places = places_of(padded)
+    assert places.seqs.tolist() == [0, 1, 2, 2, 3, 3, 3, 4, 4, 4]
+    assert places.lens.tolist() == [12, 0, 5, 6, 5, 6, 7, 1, 2, 3]
 
 
 def test_the_step_as_one_array() -> None:
