@@ -266,12 +266,11 @@ class KvCache:
     def want_copies(self, block_hashes: Sequence[bytes]) -> None:
         """Lets tiers copy what a request needs to resume at the end of this chain of block hashes,
         or before its end: the window groups' blocks that are seen after all blocks or after all but
-        the last one, and the last frozen state."""
+        the last one, and the last frozen state with the blocks that are seen after it."""
         resume = (len(block_hashes) - 1) * self.layout.block_size
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
             if isinstance(pool, FrozenStatePool):
-                last = pool.last(block_hashes)
-                pool.want_copies([] if last is None else [last])
+                self._want_states(block_hashes[: pool.last_depth(block_hashes)])
             elif block_hashes and isinstance(pool, WindowPool):
                 pool.want_copies(block_hashes[group.first_seen(resume) :])
 
@@ -433,7 +432,7 @@ class KvCache:
             if stored == slot:
                 copies.append(BlockCopy(running, slot, group))
         if is_wanted:
-            self._want_states(tables, block_hashes[-1])
+            self._want_states(block_hashes)
         return copies
 
     def store_checkpoint(
@@ -451,7 +450,7 @@ class KvCache:
             pool = self._state_pool(group)
             slot = tables.ids[group].pop()
             pool.release([_store_state(pool, slot, block_hashes, chain_root, token_ids, adapter)])
-        self._want_states(tables, block_hashes[-1])
+        self._want_states(block_hashes)
         tables.checkpoint = 0
 
     def evict_first(self, tables: BlockTables, block_hash: bytes) -> None:
@@ -460,9 +459,13 @@ class KvCache:
         for group in tables.states:
             self._state_pool(group).evict_first(block_hash)
 
-    def _want_states(self, tables: BlockTables, block_hash: bytes) -> None:
-        for group in tables.states:
-            self._state_pool(group).want_copies([block_hash])
+    def _want_states(self, block_hashes: Sequence[bytes]) -> None:
+        """Lets tiers copy the frozen states at the end of this chain, and the window groups' blocks
+        that are seen there."""
+        end = len(block_hashes) * self.layout.block_size
+        for group, pool in zip(self.layout.groups, self.pools, strict=True):
+            if isinstance(pool, WindowPool):
+                pool.want_copies(block_hashes[group.first_seen(end) :])
 
     def _state_pool(self, group: int) -> FrozenStatePool:
         pool = self.pools[group]

@@ -145,6 +145,8 @@ class FrozenStatePool(WindowPool):
         assert table == [block_id], "the block that is freed last is not allocated first"
         return table
 
-    def last(self, block_hashes: Sequence[bytes]) -> bytes | None:
-        """Returns the last of these hashes under which a state is cached; None if there is none."""
-        return next((h for h in reversed(block_hashes) if h in self._by_hash), None)
+    def last_depth(self, block_hashes: Sequence[bytes]) -> int:
+        """Returns the largest number of leading blocks of a chain after which a state is cached; 0
+        if there is none."""
+        depths = range(len(block_hashes), 0, -1)
+        return next((d for d in depths if block_hashes[d - 1] in self._by_hash), 0)
