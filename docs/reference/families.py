@@ -69,9 +69,13 @@ def _attention(family: Family) -> str:
     if family.indexer == "shared":
         words.append("some layers use the choice of an earlier one")
     if family.linear:
-        states = {"short_conv": "short convolutions", "mamba2": "Mamba 2"}
+        states = {
+            "kimi_delta": "Kimi Delta Attention",
+            "mamba2": "Mamba 2",
+            "short_conv": "short convolutions",
+        }
         kind = states.get(family.linear, "Gated DeltaNet")
-        others = "full or a window" if family.windows == "pattern" else "full"
+        others = "full or a window" if family.windows == "pattern" else words[0]
         words = [f"{kind}, {others} in some layers"]
         if family.has_parallel_state:
             words = [f"full beside {kind} in all layers"]
@@ -89,6 +93,9 @@ def _attention(family: Family) -> str:
         words.append("KV of earlier layers in the last ones")
     if family.has_mimo_layers:
         words.append("the first has none; twice as many KV heads in layers with a window")
+    if family.has_deepseek_v4_layers:
+        words = ["a window in all layers; in some layers also compressed entries"]
+        words.append("an indexer chooses entries; keys are values")
     if family.has_sinks:
         words.append("sinks")
     if family.has_caps and "attn_logit_softcapping" not in family.refuses:
@@ -97,7 +104,7 @@ def _attention(family: Family) -> str:
 
 
 def _positions(family: Family) -> str:
-    if family.is_latent:
+    if family.is_latent and family.rope_if != "never":
         return "in a key that all heads share"
     words = ["in all layers"]
     if family.has_no_rope_layers:
@@ -114,6 +121,8 @@ def _positions(family: Family) -> str:
         words = ["in layers with a window, or in all if there are none"]
     if family.has_rope_by_kind:
         words = ["others in layers with a window"]
+    if family.has_deepseek_v4_layers:
+        words = ["others in layers without compressed entries"]
     if family.has_partial_rope:
         words[0] += ", in all or a part of each head"
     if family.has_rope_pairs:
@@ -141,7 +150,8 @@ def _norms(family: Family) -> str:
         "rotated": "; of each head of q and k after RoPE",
         "rotated_plain": "; of each head of q and k after RoPE, without weights",
     }
-    latents = "; of latents" if family.is_latent else ""
+    has_latents = family.is_latent or family.has_deepseek_v4_layers
+    latents = "; of latents" if has_latents else ""
     has_value_norms = family.has_gemma4_layers or family.has_alt_up
     latents += "; of values, without weights" if has_value_norms else ""
     return where + weights + of_heads[family.qk_norm] + latents
@@ -171,6 +181,8 @@ def _mlp(family: Family) -> str:
         words[0] += " with biases, also in MXFP4"
     if family.is_corrected:
         scores = "sigmoids" if family.has_sigmoids else "softmaxes"
+        if family.has_deepseek_v4_layers:
+            scores = "a table of token ids, or by roots of softplus"
         words.append(f"chosen by {scores} with a correction")
     if family.weighs_inputs:
         words.append("weights multiply their inputs")
@@ -204,6 +216,8 @@ def _factors(family: Family) -> str:
     scaled = {"all": "all layers", "no_rope": "layers without positions"}
     if family.query_scaling:
         factors[""] = [f"of queries, by position, in {scaled[family.query_scaling]}"]
+    if family.has_deepseek_v4_layers:
+        factors[""] = ["several residual streams (hyper-connections)"]
     if family.has_gemma4_layers:
         factors["gemma"] = ["of embeddings and layers", "embeddings for each layer"]
     words = [*factors[family.multipliers], *(["capped logits"] if family.has_caps else [])]

@@ -1,4 +1,5 @@
-"""Linear attention with a state: Gated DeltaNet (arXiv:2412.06464) and Mamba 2 (arXiv:2405.21060).
+"""Linear attention with a state: Gated DeltaNet (arXiv:2412.06464), Kimi Delta Attention
+(arXiv:2510.26692) and Mamba 2 (arXiv:2405.21060).
 
 A head keeps a matrix S [d_k, d_v] instead of keys and values. A token with query q, key k, value v
 and decay exp(g) changes S and reads from it:
@@ -7,6 +8,9 @@ and decay exp(g) changes S and reads from it:
 
     Gated DeltaNet:  w = beta (v - exp(g) S^T k), with the S before the token
     Mamba 2:         w = v
+
+Kimi Delta Attention is Gated DeltaNet in which each channel of a key has a decay of its own: g is
+[d_k], and exp(g) S stands for diag(exp(g)) S.
 
 Mamba 2 calls these C (q), B (k) and x; its v is dt x, and its g is dt A. Several heads may share
 one q and k. All arithmetic is fp32, because a rounding error stays in the state.
@@ -31,6 +35,7 @@ import torch
 from torch.nn.functional import softplus
 
 INNER_CHUNK = 64
+_BLOCK_ROWS = 16  # rows of an inner chunk that are computed at once with decays by channel
 _L2_EPS = 1e-6
 
 
@@ -61,7 +66,7 @@ class _Inputs(NamedTuple):
     q: torch.Tensor  # [T, heads, d_k]
     k: torch.Tensor  # [T, heads, d_k]
     v: torch.Tensor  # [T, heads, d_v]
-    log_decay: torch.Tensor  # [T, heads]
+    log_decay: torch.Tensor  # [T, heads, 1], or [T, heads, d_k] with a decay for each channel
     beta: torch.Tensor | None  # [T, heads]
 
     def rows(self, rows: torch.Tensor | slice) -> "_Inputs":
@@ -74,7 +79,8 @@ def delta_gates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the log decays -exp(a_log) softplus(a + dt_bias) and the weights beta = sigmoid(b) of
     Gated DeltaNet. `a` and `b` are [T, heads], `a_log` and `dt_bias` are [heads]; the results are
-    fp32 [T, heads]."""
+    fp32 [T, heads]. For decays by channel, `a` is [T, heads, d_k], `a_log` [heads, 1], `dt_bias`
+    [heads, d_k], and the log decays are [T, heads, d_k]."""
     log_decay = _decay_rates(a_log) * softplus(a.float() + dt_bias.float())
     return log_decay, b.float().contiguous().sigmoid()  # contiguous as in norm.py
 
@@ -92,7 +98,7 @@ def gated_delta_rule(
 
     q, k        [T, k heads, d_k], before the L2 norm and the factor 1 / sqrt(d_k)
     v           [T, v heads, d_v]; v head h uses q and k of head h // (v heads / k heads)
-    log_decay   [T, v heads], at most 0
+    log_decay   [T, v heads], at most 0; or [T, v heads, d_k] with a decay for each channel of a key
     beta        [T, v heads]
     states      fp32 [slots, v heads, d_k, d_v], with any strides. The spans' slots are updated in
                 place.
@@ -174,7 +180,7 @@ def _delta_inputs(
         queries.repeat_interleave(num_shared, 1),
         keys.repeat_interleave(num_shared, 1),
         v.float(),
-        log_decay.float(),
+        (log_decay if log_decay.dim() == 3 else log_decay.unsqueeze(-1)).float(),
         beta.float(),
     )
 
@@ -194,7 +200,7 @@ def _mamba2_inputs(
         c.float().repeat_interleave(num_shared, 1),
         b.float().repeat_interleave(num_shared, 1),
         x.float() * step.unsqueeze(-1),
-        _decay_rates(a_log) * step,
+        (_decay_rates(a_log) * step).unsqueeze(-1),
         None,
     )
 
@@ -229,7 +235,7 @@ def _recurrent(inputs: _Inputs, states: torch.Tensor, spans: Iterable[StateSpan]
         state = _first_states(states, slots, alike)
         for _ in range(num_rows):
             at = inputs.rows(rows)
-            state = state * decays[rows][..., None, None]
+            state = state * decays[rows].unsqueeze(-1)
             written = at.v
             if at.beta is not None:
                 remembered = _sum_rows(state * at.k.unsqueeze(-1))
@@ -301,22 +307,24 @@ def _inner_chunks(inputs: _Inputs, state: torch.Tensor) -> tuple[torch.Tensor, t
 
         Gated DeltaNet:  (1 + strictly lower part of (beta D * K K^T)) W = beta (V - exp(G) K S)
         Mamba 2:         W = V
+
+    With a decay for each channel, D[i, j] is a factor on each term of the sums over channels
+    (`_products_by_channel`).
     """
 
     def by_chunk(x: torch.Tensor) -> torch.Tensor:  # [chunks, heads, INNER_CHUNK, ...]
         return x.reshape(-1, INNER_CHUNK, *x.shape[1:]).transpose(1, 2)
 
     q, k, v = (by_chunk(x) for x in (inputs.q, inputs.k, inputs.v))
-    log_decay = by_chunk(inputs.log_decay).cumsum(-1)
-    decay = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).tril().exp().tril()
-    scores = decay * (q @ k.transpose(-1, -2))
-    read = q * log_decay.exp().unsqueeze(-1)
-    reads_key = k * log_decay.exp().unsqueeze(-1)
-    to_last = k * (log_decay[..., -1:] - log_decay).exp().unsqueeze(-1)
-    of_chunk = log_decay[..., -1].exp()[..., None, None]
+    log_decay = by_chunk(inputs.log_decay).cumsum(-2)
+    scores = _decayed_products(q, k, log_decay)
+    read = q * log_decay.exp()
+    reads_key = k * log_decay.exp()
+    to_last = k * (log_decay[..., -1:, :] - log_decay).exp()
+    of_chunk = log_decay[..., -1, :].exp().unsqueeze(-1)
     if inputs.beta is not None:
         beta = by_chunk(inputs.beta).unsqueeze(-1)
-        system = beta * decay * (k @ k.transpose(-1, -2))
+        system = beta * _decayed_products(k, k, log_decay)
     out = torch.empty_like(v)
     for chunk, value in enumerate(v):
         written = value
@@ -330,3 +338,40 @@ def _inner_chunks(inputs: _Inputs, state: torch.Tensor) -> tuple[torch.Tensor, t
         out[chunk] = read[chunk] @ state + scores[chunk] @ written
         state = of_chunk[chunk] * state + to_last[chunk].transpose(-1, -2) @ written
     return out.transpose(1, 2).flatten(0, 1), state
+
+
+def _decayed_products(q: torch.Tensor, k: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+    """Returns the sums over c of q[i, c] k[j, c] exp(G[i, c] - G[j, c]) for j <= i, and 0 for
+    j > i: [chunks, heads, INNER_CHUNK, INNER_CHUNK].
+
+    q and k are [chunks, heads, INNER_CHUNK, d_k]. `log_decay` has the sums G, with a last dimension
+    of 1 if all channels decay alike, else d_k.
+    """
+    if log_decay.shape[-1] == 1:
+        decay = (log_decay - log_decay.transpose(-1, -2)).tril().exp().tril()
+        return decay * (q @ k.transpose(-1, -2))
+    # Chunk by chunk, because the pairs of rows take much memory.
+    return torch.stack(list(map(_products_by_channel, q, k, log_decay)))
+
+
+def _products_by_channel(q: torch.Tensor, k: torch.Tensor, log_decay: torch.Tensor) -> torch.Tensor:
+    """Computes `_decayed_products` of one chunk, [heads, INNER_CHUNK, INNER_CHUNK], with a decay
+    for each channel.
+
+    exp(-G) alone may overflow. So the rows are divided into blocks. For a j before the block of i,
+    the exponent is divided at the block's first row r: G_i - G_r and G_r - G_j are both at most 0.
+    For a j in the same block, the terms of each pair (i, j) are computed without a matrix product.
+    """
+    products = q.new_zeros(len(q), INNER_CHUNK, INNER_CHUNK)
+    is_later = torch.ones(_BLOCK_ROWS, _BLOCK_ROWS, dtype=torch.bool, device=q.device).triu(1)
+    for first in range(0, INNER_CHUNK, _BLOCK_ROWS):
+        block = slice(first, first + _BLOCK_ROWS)
+        sums = log_decay[:, block]
+        since_first = q[:, block] * (sums - sums[:, :1]).exp()
+        until_first = k[:, :first] * (sums[:, :1] - log_decay[:, :first]).exp()
+        products[:, block, :first] = since_first @ until_first.transpose(1, 2)
+        exponents = sums.unsqueeze(2) - sums.unsqueeze(1)
+        exponents.masked_fill_(is_later.unsqueeze(-1), -torch.inf)
+        pairs = q[:, block].unsqueeze(2) * k[:, block].unsqueeze(1)
+        products[:, block, block] = (pairs * exponents.exp()).sum(-1)
+    return products

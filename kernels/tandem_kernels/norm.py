@@ -5,6 +5,8 @@ the part that torch computes at once. So the bits do not depend on the number of
 the number of rows is a multiple of 16.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import silu
 
@@ -24,12 +26,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    activation: Callable[[torch.Tensor], torch.Tensor] = silu,
 ) -> torch.Tensor:
-    """Returns rms_norm(x) * silu(gate), in the dtype of x. Gated DeltaNet ends with it, where the
-    last dimension is one head."""
+    """Returns rms_norm(x) * activation(gate), in the dtype of x. Gated DeltaNet ends with it, where
+    the last dimension is one head, and Kimi Delta Attention with a sigmoid."""
     normed = rms_norm(x, weight.to(x.dtype), eps)
-    return (normed * silu(gate.float().contiguous())).to(x.dtype)
+    return (normed * activation(gate.float().contiguous())).to(x.dtype)
 
 
 def rms_norm_of_gated(

@@ -20,6 +20,8 @@ from transformers import (
     Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiMoV2FlashConfig,
@@ -45,8 +47,9 @@ def make_random_model(folder: Path, family: str = "llama", **more: Any) -> PreTr
     layers; a gpt-oss with WINDOW in every second layer; a Gemma 3 with WINDOW in two of three
     layers; a DeepSeek V3 without windows, which stores latents; a Qwen3-Next with states in two of
     three layers, which last for thousands of tokens; a Falcon-H1 with such states beside
-    attention in each layer; or a Gemma 4 or a MiMo V2 Flash, whose layers
-    with a window have heads of another size or number. `more` are settings of its config."""
+    attention in each layer; a Kimi Linear with such states and latents; or a Gemma 4 or a MiMo V2
+    Flash, whose layers with a window have heads of another size or number. `more` are settings of
+    its config."""
     source = resolve("smollm2").path
     config = json.loads((source / "config.json").read_text())
     torch.manual_seed(3)
@@ -118,6 +121,20 @@ def _make(family: str, sizes: dict[str, Any]) -> PreTrainedModel:
     if family == "falcon_h1":
         mamba = {"mamba_n_heads": 8, "mamba_d_ssm": 128, "mamba_d_state": 32}
         return FalconH1ForCausalLM(FalconH1Config(**sizes, **mamba, ssm_out_multiplier=0.5))
+    if family == "kimi_linear":
+        latent = {"kv_lora_rank": 48, "q_lora_rank": None, "qk_rope_head_dim": 16}
+        heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 24, "v_head_dim": 20}
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        linear = {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 32,
+            "pad_token_id": None,
+        }
+        return KimiLinearForCausalLM(
+            KimiLinearConfig(**(sizes | latent | heads | experts | linear))
+        )
     if family == "qwen3_next":
         experts = {
             "num_experts": 8,

@@ -91,8 +91,11 @@ _OWN_POOLS = ("--kernels", "torch", "--ranks-own-pools", "--numerics", "invarian
             for name in WAYS
             if name not in ("aggregated", "nixl")
         ),
-        pytest.param(
-            "falcon_h1", ("aggregated", *WAYS[1:3]), _ALONE, id="falcon_h1", marks=pytest.mark.slow
+        *(
+            pytest.param(
+                family, ("aggregated", *WAYS[1:3]), _ALONE, id=family, marks=pytest.mark.slow
+            )
+            for family in ("falcon_h1", "kimi_linear")
         ),
         *(
             pytest.param("qwen3_next", names, ranks, id=str(ranks), marks=pytest.mark.slow)

@@ -54,6 +54,6 @@ const Entry amx = {
     amx_code::to_last_kv, amx_code::to_logits, BF16_PAIRS,
     amx_code::product_gflops, amx_code::read_gb_per_s,
     amx_code::measure, amx_code::convolve,
-    amx_code::scan_states, amx_code::norm_gated};
+    amx_code::scan_states};
 }
 #endif

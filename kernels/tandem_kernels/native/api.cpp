@@ -231,11 +231,6 @@ void tandem_scan_states(const char* wanted, const tandem::StateScan* scan, int32
             [&](const tandem::Team& team) { choice.entry->scan_states(*scan, team); });
 }
 
-void tandem_norm_gated(const char* wanted, const tandem::GatedNorm* norm, int32_t num_threads) {
-    const Choice choice = choose(wanted);
-    by_team(num_threads, [&](const tandem::Team& team) { choice.entry->norm_gated(*norm, team); });
-}
-
 // Writes the seconds that steps spent in each Stage since the last call.
 void tandem_take_stages(void* decoder, double* seconds) {
     static_cast<Decoder*>(decoder)->scratch.laps.take(seconds);

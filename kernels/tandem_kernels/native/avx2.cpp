@@ -48,6 +48,6 @@ const Entry avx2 = {
     avx2_code::to_last_kv, avx2_code::to_logits, BF16,
     avx2_code::product_gflops, avx2_code::read_gb_per_s,
     avx2_code::measure, avx2_code::convolve,
-    avx2_code::scan_states, avx2_code::norm_gated};
+    avx2_code::scan_states};
 }
 #endif

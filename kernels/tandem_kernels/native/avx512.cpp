@@ -48,6 +48,6 @@ const Entry avx512 = {
     avx512_code::to_last_kv, avx512_code::to_logits, BF16,
     avx512_code::product_gflops, avx512_code::read_gb_per_s,
     avx512_code::measure, avx512_code::convolve,
-    avx512_code::scan_states, avx512_code::norm_gated};
+    avx512_code::scan_states};
 }
 #endif

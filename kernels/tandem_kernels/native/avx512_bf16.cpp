@@ -51,6 +51,6 @@ const Entry avx512_bf16 = {
     avx512_bf16_code::to_last_kv, avx512_bf16_code::to_logits, BF16_PAIRS,
     avx512_bf16_code::product_gflops, avx512_bf16_code::read_gb_per_s,
     avx512_bf16_code::measure, avx512_bf16_code::convolve,
-    avx512_bf16_code::scan_states, avx512_bf16_code::norm_gated};
+    avx512_bf16_code::scan_states};
 }
 #endif

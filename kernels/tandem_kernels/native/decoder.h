@@ -144,7 +144,7 @@ struct Latent {  // see latent.h
     float norm_eps;
 };
 
-enum StateForm : int32_t { GATED_DELTA = 0, MAMBA2 = 1, SHORT_CONV = 2 };
+enum StateForm : int32_t { GATED_DELTA = 0, MAMBA2 = 1, SHORT_CONV = 2, KIMI_DELTA = 3 };
 
 constexpr int kSectionsMax = 3;
 
@@ -152,7 +152,8 @@ struct StateLayer {  // see state_layer.h
     // For each section of the convolution's channels: the taps [num_taps][channels], and the biases
     // [channels] or null.
     const float *taps[kSectionsMax], *conv_bias[kSectionsMax];
-    const float *a_log, *dt_bias, *skip;  // [v heads]; skip: null for Gated DeltaNet
+    // [v heads]; dt_bias of Kimi Delta Attention: [outputs]. skip: null except for Mamba 2.
+    const float *a_log, *dt_bias, *skip;
     const float* norm;                    // [outputs]; without a norm, factors on the output
     int32_t form;                         // StateForm
     int32_t has_norm;
@@ -161,6 +162,8 @@ struct StateLayer {  // see state_layer.h
     int32_t group, place;  // as in Layer, for the state
     float rate_max;        // Gated DeltaNet: factor on the rates sigmoid(b)
     float norm_eps;
+    // Kimi Delta Attention: the second matrices of the decays and of the output gates, [outputs, dim]
+    Matrix decay_out, gate_out;
 };
 
 struct LayerInput {  // see layer_inputs.h
@@ -348,7 +351,6 @@ struct Entry {
     void (*measure)(const float* logits, int vocab, const Measure&, int num_threads);
     void (*convolve)(const Convolution&, const Team&);
     void (*scan_states)(const StateScan&, const Team&);
-    void (*norm_gated)(const GatedNorm&, const Team&);
 };
 
 #if defined(__x86_64__)

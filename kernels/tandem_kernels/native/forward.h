@@ -300,6 +300,7 @@ inline size_t projected_width(const Model& model, const Layer& layer) {
     if (layer.latent != nullptr || layer.state != nullptr || layer.num_gates > 0) {
         size_t width = 0;
         for (const Matrix* part = &layer.qkv; part != nullptr; part = part->rest) width += part->out;
+        if (layer.state != nullptr) width += layer.state->decay_out.out + layer.state->gate_out.out;
         return width;
     }
     const int num_kv_heads = layer.shares_kv ? 0 : layer.num_kv_heads;
@@ -474,7 +475,7 @@ inline Inputs attend_layer(const Model& model, const Step& step, int index, cons
     const size_t width = is_latent ? static_cast<size_t>(model.num_heads) * layer.head_dim
                                    : projected_width(model, layer);
     Inputs attended =
-        is_latent ? attended_latents(model, step, rows)
+        is_latent ? attended_latents(model, layer, step, rows)
                   : inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
     if (layer.has_attention) {
         team.each_in_turn(items.size(), [&](size_t i) {
@@ -519,11 +520,12 @@ inline const Experts* experts_of(const Model& model) {
 
 inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     const size_t rows = step.num_rows;
-    int heads = 0, attended = 0;
+    int heads = 0, attended = 0, narrow = 0;
     for (int index = 0; index < model.num_layers; ++index) {
         const Layer& layer = model.layers[index];
         heads = std::max(heads, static_cast<int>(projected_width(model, layer)));
         attended = std::max({attended, layer.attention_out.in, model.num_heads * layer.head_dim});
+        if (layer.state != nullptr) narrow = std::max(narrow, layer.state->decay_out.in);
     }
     const int of_layer = model.layer_inputs == nullptr ? 0 : model.layer_inputs->size;
     const int inner = std::max(model.inner, of_layer), hidden = model.hidden;
@@ -551,7 +553,7 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     rounded = std::max(rounded, scratch.expanded_floats * model.num_threads * scratch.ranks.num);
     return {scratch.hidden.of(rows * hidden),
             scratch.input.of(
-                std::max(input_floats(rows, inner > hidden ? inner : hidden), latent.input)),
+                std::max(input_floats(rows, std::max({inner, hidden, narrow})), latent.input)),
             scratch.projected.of(projected),
             scratch.attended.of(
                 std::max(input_floats(rows, attended), latent.attended)),

@@ -71,6 +71,7 @@ class StateForm(IntEnum):
     GATED_DELTA = 0
     MAMBA2 = 1
     SHORT_CONV = 2
+    KIMI_DELTA = 3
 
 
 # Bytes per weight. Kinds that are not listed have 1.

@@ -106,8 +106,9 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
 }
 
 // Returns the fp32 buffer to which attention writes its output.
-inline Inputs attended_latents(const Model& model, const Step& step, const Rows& rows) {
-    return {rows.attended, F32, step.num_rows, model.num_heads * model.layers[0].head_dim, nullptr};
+inline Inputs attended_latents(const Model& model, const Layer& layer, const Step& step,
+                               const Rows& rows) {
+    return {rows.attended, F32, step.num_rows, model.num_heads * layer.head_dim, nullptr};
 }
 
 // Multiplies the attention output by the value matrices. The result is the input of the product
@@ -116,7 +117,7 @@ inline Inputs values_of_heads(const Model& model, int index, const Step& step, c
                               float* buffer, const Team& team) {
     const Layer& layer = model.layers[index];
     const Latent& latent = *layer.latent;
-    const Inputs attended = attended_latents(model, step, rows);
+    const Inputs attended = attended_latents(model, layer, step, rows);
     const int num_heads = model.num_heads;
     team.each(step.num_rows, [&](int row) {
         InputRow from = attended.row(row);
@@ -138,13 +139,22 @@ inline Inputs values_of_heads(const Model& model, int index, const Step& step, c
     return values;
 }
 
+// Returns the first layer with latent attention; null if there is none. All such layers have the
+// same sizes.
+inline const Layer* latent_layer(const Model& model) {
+    for (int index = 0; index < model.num_layers; ++index)
+        if (model.layers[index].latent != nullptr) return &model.layers[index];
+    return nullptr;
+}
+
 // Sizes of a step's buffers in floats; 0 without latent attention.
 struct LatentFloats {
     size_t projected = 0, input = 0, heads = 0, queries = 0, of_heads = 0, attended = 0;
 
     LatentFloats(const Model& model, size_t num_rows) {
-        const Layer& layer = model.layers[0];
-        if (layer.latent == nullptr) return;
+        const Layer* const found = latent_layer(model);
+        if (found == nullptr) return;
+        const Layer& layer = *found;
         const Latent& latent = *layer.latent;
         const size_t num_heads = model.num_heads;
         projected = num_rows * layer.qkv.out;

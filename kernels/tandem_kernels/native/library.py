@@ -117,6 +117,8 @@ class StateLayer(Structure):
         ),
         ("rate_max", c_float),
         ("norm_eps", c_float),
+        ("decay_out", Matrix),
+        ("gate_out", Matrix),
     )
 
 

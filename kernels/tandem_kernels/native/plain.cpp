@@ -41,5 +41,5 @@ const Entry plain = {
     plain_code::to_last_kv, plain_code::to_logits, BF16,
     plain_code::product_gflops, plain_code::read_gb_per_s,
     plain_code::measure, plain_code::convolve,
-    plain_code::scan_states, plain_code::norm_gated};
+    plain_code::scan_states};
 }

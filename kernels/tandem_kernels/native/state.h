@@ -41,13 +41,14 @@ struct HeadRows {
     const float* of(int row, int head) const { return data + row * row_stride + head * head_stride; }
 };
 
-// Gated DeltaNet or Mamba 2 in the recurrent form, as in linear_attention.py.
+// Gated DeltaNet, Kimi Delta Attention or Mamba 2 in the recurrent form, as in linear_attention.py.
 //
-//                      Gated DeltaNet          Mamba 2
-//     q, k, v          q, k, v                 C, B, x
-//     a                a                       dt
-//     b                b                       (unused)
-//     skip             null                    D
+//                      Gated DeltaNet     Kimi Delta Attention     Mamba 2
+//     q, k, v          q, k, v            q, k, v                  C, B, x
+//     a                a                  (unused)                 dt
+//     decays           null               a                        null
+//     b                b                  b                        (unused)
+//     skip             null               null                     D
 struct StateScan {
     HeadRows q, k;  // heads of key_dim numbers
     HeadRows v;     // heads of value_dim numbers, which is a multiple of 16
@@ -55,32 +56,23 @@ struct StateScan {
     // this much later.
     int64_t v_group_stride;
     HeadRows a, b;  // one number for each v head
-    const float *a_log, *dt_bias, *skip;  // [v heads]
+    // [rows][v heads][key_dim], with a stride between rows: the inputs of the decays of channels.
+    // The scan replaces them by the decays. null: all channels of a head have the decay of `a`.
+    float* decays;
+    int64_t decay_stride;
+    const float *a_log, *dt_bias, *skip;  // [v heads]; dt_bias with `decays`: [v heads][key_dim]
     float dt_min, dt_max;                 // Mamba 2: limits of softplus(dt + dt_bias)
-    float rate_max;                       // Gated DeltaNet: factor on sigmoid(b)
+    float rate_max;                       // factor on sigmoid(b)
     float* y;                             // [rows][v heads][value_dim]
     int64_t y_stride;                     // between rows
     float* states;  // [slots][v heads][key_dim][value_dim], with strides
     int64_t slot_stride, head_stride;
     int32_t num_k_heads, num_v_heads, key_dim, value_dim;
-    int32_t is_delta;  // true: Gated DeltaNet
+    int32_t is_delta;  // false: Mamba 2
     // Spans with many rows should come first, so that no thread begins one when the others are
     // almost done.
     const StateSpan* spans;
     int32_t num_spans;
-};
-
-// RMSNorm with a gate, over groups of consecutive numbers of a row, in place.
-//
-//     Gated DeltaNet:  x = norm(x) * weight * silu(gate)     a group is a head, and heads share weights
-//     Mamba 2:         x = norm(x * silu(gate)) * weight
-struct GatedNorm {
-    float* x;           // [rows][groups][group_size], with a stride between rows
-    const float* gate;  // the same, with strides between rows and groups
-    int64_t x_stride, gate_stride, gate_group_stride;
-    const float* weight;  // [group_size], or [groups][group_size] if is_gate_first
-    float eps;
-    int32_t num_rows, num_groups, group_size, is_gate_first;
 };
 
 }  // namespace tandem

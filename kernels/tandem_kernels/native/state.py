@@ -43,6 +43,8 @@ class StateScan(Structure):
         *((name, HeadRows) for name in ("q", "k", "v")),
         ("v_group_stride", c_int64),
         *((name, HeadRows) for name in ("a", "b")),
+        ("decays", c_void_p),
+        ("decay_stride", c_int64),
         *((name, c_void_p) for name in ("a_log", "dt_bias", "skip")),
         ("dt_min", c_float),
         ("dt_max", c_float),
@@ -56,17 +58,6 @@ class StateScan(Structure):
         ("is_delta", c_int32),
         ("spans", c_void_p),
         ("num_spans", c_int32),
-    )
-
-
-class GatedNorm(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("gate", c_void_p),
-        *((name, c_int64) for name in ("x_stride", "gate_stride", "gate_group_stride")),
-        ("weight", c_void_p),
-        ("eps", c_float),
-        *((name, c_int32) for name in ("num_rows", "num_groups", "group_size", "is_gate_first")),
     )
 
 
@@ -127,7 +118,8 @@ class StateKernels:
     ) -> torch.Tensor:
         """Returns the same as linear_attention.gated_delta_rule_recurrent, with the gates of
         delta_gates(a, b, a_log, dt_bias). `v` may be [T, k heads, v heads of a k head, d_v]; the
-        result is [T, v heads, d_v]."""
+        result is [T, v heads, d_v]. With decays by channel, `a` is [T, v heads, d_k], and `dt_bias`
+        [v heads, d_k]."""
         return self._scan((q, k, v, a, b), (a_log, dt_bias, None), _UNUSED, states, spans)
 
     def mamba2(
@@ -146,51 +138,6 @@ class StateKernels:
         """Returns the same as linear_attention.mamba2_recurrent."""
         return self._scan((c, b, x, dt, None), (a_log, dt_bias, d), dt_limits, states, spans)
 
-    def gated_rms_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        """Returns the same as norm.gated_rms_norm for x [T, heads, d]."""
-        return self._norm(x.clone(), gate, weight, eps, is_gate_first=False)
-
-    def rms_norm_of_gated(
-        self,
-        x: torch.Tensor,
-        gate: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        group_size: int,
-    ) -> torch.Tensor:
-        """Returns the same as norm.rms_norm_of_gated for x [T, d]."""
-        groups, gates = (each.view(len(each), -1, group_size) for each in (x.clone(), gate))
-        return self._norm(groups, gates, weight, eps, is_gate_first=True).view(x.shape)
-
-    def _norm(
-        self,
-        x: torch.Tensor,
-        gate: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        is_gate_first: bool,
-    ) -> torch.Tensor:
-        num_rows, num_groups, group_size = x.shape
-        norm = GatedNorm(
-            x=x.data_ptr(),
-            gate=gate.data_ptr(),
-            x_stride=x.stride(0),
-            gate_stride=gate.stride(0),
-            gate_group_stride=gate.stride(1),
-            weight=weight.data_ptr(),
-            eps=eps,
-            num_rows=num_rows,
-            num_groups=num_groups,
-            group_size=group_size,
-            is_gate_first=is_gate_first,
-        )
-        name = "tandem_norm_gated"
-        self._library.state_operation(name, norm, self._num_threads, self._instructions)
-        return x
-
     def _scan(
         self,
         rows: tuple[torch.Tensor | None, ...],
@@ -202,6 +149,7 @@ class StateKernels:
         q, k, v, a, b = rows
         assert k is not None
         assert v is not None
+        decays = a.clone() if a is not None and a.dim() == 3 else None
         num_shared = states.shape[1] // k.shape[1]
         if v.dim() == 3:
             v = v.view(len(v), k.shape[1], num_shared, -1)
@@ -215,8 +163,10 @@ class StateKernels:
                 k=_head_rows(k),
                 v=HeadRows(v.data_ptr(), v.stride(0), v.stride(2)),
                 v_group_stride=v.stride(1),
-                a=_head_rows(a),
+                a=_head_rows(a if decays is None else None),
                 b=_head_rows(b),
+                decays=None if decays is None else decays.data_ptr(),
+                decay_stride=0 if decays is None else decays.stride(0),
                 a_log=a_log,
                 dt_bias=dt_bias,
                 skip=skip,

@@ -5,6 +5,5 @@ namespace tandem::TANDEM_ISA {
 
 void convolve(const Convolution& convolution, const Team& team);
 void scan_states(const StateScan& scan, const Team& team);
-void norm_gated(const GatedNorm& norm, const Team& team);
 
 }  // namespace tandem::TANDEM_ISA

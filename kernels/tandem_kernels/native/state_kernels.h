@@ -99,6 +99,8 @@ constexpr int kScannedRows = 64;  // rows whose factors are computed together
 //
 //     y = q_factor (decay S^T q + (q . k) w) + skip v        S = decay S + k w^T
 //     Gated DeltaNet:  w = factor (v - read_factor S^T k)    Mamba 2:  w = factor v
+//
+// With decays by channel, S^T q and S^T k are those of the decayed S, and `decay` is 1.
 struct Factors {
     alignas(64) float decay[kScannedRows], factor[kScannedRows], read_factor[kScannedRows];
     alignas(64) float q_factor[kScannedRows], products[kScannedRows];  // products: q . k
@@ -120,10 +122,11 @@ inline float dot(const float* a, const float* b, int num) {
 inline void compute_factors(const StateScan& scan, int first_row, int num_rows, int head,
                             Factors& to) {
     const int k_head = head / (scan.num_v_heads / scan.num_k_heads);
-    const float rate = -std::exp(scan.a_log[head]), bias = scan.dt_bias[head];
+    const bool by_channel = scan.decays != nullptr;
+    const float rate = -std::exp(scan.a_log[head]);
     alignas(64) float steps[kScannedRows] = {}, betas[kScannedRows] = {};
     for (int i = 0; i < num_rows; ++i) {
-        steps[i] = *scan.a.of(first_row + i, head) + bias;
+        if (!by_channel) steps[i] = *scan.a.of(first_row + i, head) + scan.dt_bias[head];
         if (scan.is_delta) betas[i] = *scan.b.of(first_row + i, head);
     }
     for (int i = 0; i < num_rows; i += kLanes) {
@@ -132,7 +135,7 @@ inline void compute_factors(const StateScan& scan, int first_row, int num_rows, 
             step = max(step < scan.dt_max ? step : all(scan.dt_max), all(scan.dt_min));
             store(to.factor + i, step);
         }
-        store(to.decay + i, exp(step * rate));
+        store(to.decay + i, by_channel ? all(1.0f) : exp(step * rate));
         store(betas + i, scan.rate_max / (exp(-load(betas + i)) + 1.0f));
     }
     const float scale = 1.0f / std::sqrt(static_cast<float>(scan.key_dim));
@@ -149,6 +152,24 @@ inline void compute_factors(const StateScan& scan, int first_row, int num_rows, 
     }
 }
 
+// Replaces the inputs of the decays of channels by the decays, for all rows of the spans.
+inline void compute_decays(const StateScan& scan, const Team& team) {
+    const int dim = scan.key_dim;
+    team.each_in_turn(static_cast<size_t>(scan.num_spans) * scan.num_v_heads, [&](size_t item) {
+        const StateSpan& span = scan.spans[item / scan.num_v_heads];
+        const int head = static_cast<int>(item % scan.num_v_heads);
+        const float rate = -std::exp(scan.a_log[head]);
+        const float* const bias = scan.dt_bias + head * dim;
+        for (int row = span.first_row; row < span.first_row + span.num_rows; ++row) {
+            float* const decays = scan.decays + row * scan.decay_stride + head * dim;
+            each_part(dim, [&](int at, int num, auto load_of) {
+                const Floats step = softplus(load_of(decays + at) + load_of(bias + at));
+                store_some(decays + at, exp(step * rate), num);
+            });
+        }
+    });
+}
+
 // Some columns of a head's state, in memory, and the rows of their sequence.
 struct Columns {
     float* state;         // [key_dim][value_dim]: the first column
@@ -157,6 +178,8 @@ struct Columns {
     bool begins;  // true: the state before the first row is zero
 };
 
+enum class Rule { kDelta, kDeltaByChannel, kMamba2 };
+
 // S^T q and S^T k for some columns.
 template <int kNum>
 struct Reads {
@@ -164,42 +187,67 @@ struct Reads {
 };
 
 // Adds a row of the state to the sums over rows. The order of additions is that of the rows.
-template <int kNum, bool kDelta>
+template <int kNum, Rule kRule>
 inline __attribute__((always_inline)) void read_row(const Floats (&row)[kNum], float q, float k,
                                                     Reads<kNum>& reads) {
     for (int v = 0; v < kNum; ++v) {
         reads.of_q[v] += row[v] * q;
-        if (kDelta) reads.of_k[v] += row[v] * k;
+        if (kRule != Rule::kMamba2) reads.of_k[v] += row[v] * k;
+    }
+}
+
+// Changes a row of the state by one row of the sequence. With decays by channel, the row of the
+// state was decayed before.
+template <int kNum, Rule kRule>
+inline __attribute__((always_inline)) void update_row(const float* state, float decay, float k,
+                                                      const Floats (&written)[kNum],
+                                                      Floats (&row)[kNum]) {
+    for (int v = 0; v < kNum; ++v) {
+        row[v] = load(state + v * kLanes);
+        if (kRule != Rule::kDeltaByChannel) row[v] *= decay;
+        row[v] += written[v] * k;
     }
 }
 
 template <int kNum>
-inline __attribute__((always_inline)) void update_row(float* state, float decay, float k,
-                                                      const Floats (&written)[kNum],
-                                                      Floats (&row)[kNum]) {
-    for (int v = 0; v < kNum; ++v) {
-        row[v] = load(state + v * kLanes) * decay;
-        row[v] += written[v] * k;
-        store(state + v * kLanes, row[v]);
-    }
+inline __attribute__((always_inline)) void store_row(float* state, const Floats (&row)[kNum]) {
+    for (int v = 0; v < kNum; ++v) store(state + v * kLanes, row[v]);
+}
+
+// Decays a row of the state, if channels have decays of their own, and stores it.
+template <int kNum, Rule kRule>
+inline __attribute__((always_inline)) void decay_row(float* state, const float* decays, int channel,
+                                                     Floats (&row)[kNum]) {
+    if (kRule == Rule::kDeltaByChannel)
+        for (int v = 0; v < kNum; ++v) row[v] *= decays[channel];
+    store_row<kNum>(state, row);
 }
 
 // Computes kNum vectors of columns for some rows, whose factors are given. While the state is
-// changed by one row, it is read for the next row.
-template <int kNum, bool kDelta>
+// changed by one row, it is read for the next row. With decays by channel, it is then already
+// decayed for the next row, too.
+template <int kNum, Rule kRule>
 void scan_columns(const StateScan& scan, const Columns& c, const Factors& factors) {
     const int key_dim = scan.key_dim;
     const size_t stride = scan.value_dim;
+    const auto decays_of = [&](int row) {
+        if (kRule != Rule::kDeltaByChannel) return static_cast<const float*>(nullptr);
+        return static_cast<const float*>(scan.decays + row * scan.decay_stride +
+                                         static_cast<size_t>(c.v_head) * key_dim);
+    };
     Reads<kNum> reads;
     if (c.begins) {
         for (int i = 0; i < key_dim; ++i)
             for (int v = 0; v < kNum; ++v) store(c.state + i * stride + v * kLanes, Floats{});
     } else {
         const float *q = scan.q.of(c.first_row, c.k_head), *k = scan.k.of(c.first_row, c.k_head);
+        const float* const decays = decays_of(c.first_row);
         for (int i = 0; i < key_dim; ++i) {
             Floats row[kNum];
             for (int v = 0; v < kNum; ++v) row[v] = load(c.state + i * stride + v * kLanes);
-            read_row<kNum, kDelta>(row, q[i], k[i], reads);
+            if (kRule == Rule::kDeltaByChannel)
+                decay_row<kNum, kRule>(c.state + i * stride, decays, i, row);
+            read_row<kNum, kRule>(row, q[i], k[i], reads);
         }
     }
     for (int t = 0; t < c.num_rows; ++t) {
@@ -212,27 +260,30 @@ void scan_columns(const StateScan& scan, const Columns& c, const Factors& factor
         for (int v = 0; v < kNum; ++v) {
             const Floats x = load(value + v * kLanes);
             written[v] = x;
-            if (kDelta) written[v] -= reads.of_k[v] * factors.read_factor[t];
+            if (kRule != Rule::kMamba2) written[v] -= reads.of_k[v] * factors.read_factor[t];
             written[v] *= factors.factor[t];
             Floats out = reads.of_q[v] * decay;
             out += written[v] * factors.products[t];
             out *= factors.q_factor[t];
-            if (!kDelta) out += x * scan.skip[c.v_head];
+            if (kRule == Rule::kMamba2) out += x * scan.skip[c.v_head];
             store(y + v * kLanes, out);
         }
         const float* k = scan.k.of(at, c.k_head);
         if (t + 1 < c.num_rows) {
             const float *next_q = scan.q.of(at + 1, c.k_head), *next_k = scan.k.of(at + 1, c.k_head);
+            const float* const next_decays = decays_of(at + 1);
             reads = Reads<kNum>{};
             for (int i = 0; i < key_dim; ++i) {
                 Floats row[kNum];
-                update_row<kNum>(c.state + i * stride, decay, k[i], written, row);
-                read_row<kNum, kDelta>(row, next_q[i], next_k[i], reads);
+                update_row<kNum, kRule>(c.state + i * stride, decay, k[i], written, row);
+                decay_row<kNum, kRule>(c.state + i * stride, next_decays, i, row);
+                read_row<kNum, kRule>(row, next_q[i], next_k[i], reads);
             }
         } else {
             for (int i = 0; i < key_dim; ++i) {
                 Floats row[kNum];
-                update_row<kNum>(c.state + i * stride, decay, k[i], written, row);
+                update_row<kNum, kRule>(c.state + i * stride, decay, k[i], written, row);
+                store_row<kNum>(c.state + i * stride, row);
             }
         }
     }
@@ -241,7 +292,7 @@ void scan_columns(const StateScan& scan, const Columns& c, const Factors& factor
 constexpr int kColumnVectors = 4;
 
 // Computes the columns from `first` to before `end` of a head for a span.
-template <bool kDelta>
+template <Rule kRule>
 void scan_head(const StateScan& scan, const StateSpan& span, int head, int first, int end) {
     float* const state =
         scan.states + span.slot * scan.slot_stride + head * scan.head_stride;
@@ -258,10 +309,10 @@ void scan_head(const StateScan& scan, const StateSpan& span, int head, int first
             c.state = state + c.first;
             c.values = values + row * scan.v.row_stride + c.first;
             if (c.first + kColumnVectors * kLanes <= end) {
-                scan_columns<kColumnVectors, kDelta>(scan, c, factors);
+                scan_columns<kColumnVectors, kRule>(scan, c, factors);
                 c.first += kColumnVectors * kLanes;
             } else {
-                scan_columns<1, kDelta>(scan, c, factors);
+                scan_columns<1, kRule>(scan, c, factors);
                 c.first += kLanes;
             }
         }
@@ -269,6 +320,7 @@ void scan_head(const StateScan& scan, const StateSpan& span, int head, int first
 }
 
 void scan_states(const StateScan& scan, const Team& team) {
+    if (scan.decays != nullptr) compute_decays(scan, team);
     constexpr int kColumns = 64;  // columns of an item, if there are few heads
     const size_t num_heads = static_cast<size_t>(scan.num_spans) * scan.num_v_heads;
     const bool has_few = num_heads < 2 * static_cast<size_t>(team.threads);
@@ -279,36 +331,12 @@ void scan_states(const StateScan& scan, const Team& team) {
         const int head = static_cast<int>(item / parts % scan.num_v_heads);
         const StateSpan& span = scan.spans[item / parts / scan.num_v_heads];
         const int end = std::min(first + width, scan.value_dim);
-        if (scan.is_delta)
-            scan_head<true>(scan, span, head, first, end);
+        if (scan.decays != nullptr)
+            scan_head<Rule::kDeltaByChannel>(scan, span, head, first, end);
+        else if (scan.is_delta)
+            scan_head<Rule::kDelta>(scan, span, head, first, end);
         else
-            scan_head<false>(scan, span, head, first, end);
-    });
-}
-
-inline void norm_gated_group(float* x, const float* gate, const float* weight, int size, float eps,
-                             bool is_gate_first) {
-    const auto silu = [](Floats g) { return g / (exp(-g) + 1.0f); };
-    if (is_gate_first)
-        each_part(size, [&](int at, int num, auto load_of) {
-            store_some(x + at, load_of(x + at) * silu(load_of(gate + at)), num);
-        });
-    const float scale = 1.0f / std::sqrt(dot(x, x, size) / size + eps);
-    each_part(size, [&](int at, int num, auto load_of) {
-        Floats normed = load_of(x + at) * scale * load_of(weight + at);
-        if (!is_gate_first) normed *= silu(load_of(gate + at));
-        store_some(x + at, normed, num);
-    });
-}
-
-void norm_gated(const GatedNorm& norm, const Team& team) {
-    const int size = norm.group_size;
-    team.each(norm.num_rows, [&](int row) {
-        for (int group = 0; group < norm.num_groups; ++group)
-            norm_gated_group(norm.x + row * norm.x_stride + group * size,
-                             norm.gate + row * norm.gate_stride + group * norm.gate_group_stride,
-                             norm.weight + (norm.is_gate_first ? group * size : 0), size, norm.eps,
-                             norm.is_gate_first);
+            scan_head<Rule::kMamba2>(scan, span, head, first, end);
     });
 }
 

@@ -1,9 +1,11 @@
 // Layers that keep a state, up to the input of their output product. A row of `projected` has side by
 // side:
 //
-//     Gated DeltaNet      q, k and v, the output gates z, and b and a of each value head
-//     Mamba 2             the output gates z, x, B and C, and dt of each head
-//     short convolution   B, C and x of each channel
+//     Gated DeltaNet        q, k and v, the output gates z, and b and a of each value head
+//     Kimi Delta Attention  q, k and v, b of each head, the inputs of `decay_out` and `gate_out`, and
+//                           the products of these two: a of each key channel, and the output gates z
+//     Mamba 2               the output gates z, x, B and C, and dt of each head
+//     short convolution     B, C and x of each channel
 
 namespace tandem::TANDEM_ISA {
 
@@ -35,7 +37,9 @@ struct StateShape {
     int num_sections = 0;
     int sections[kSectionsMax] = {};  // number of channels
     int outputs = 0;                  // size of the layer's output
-    int channels = 0, first_channel = 0, gates = 0;
+    int channels = 0, first_channel = 0;
+    int gates = 0, rates = 0, decays = 0;  // places of z, of b, and of a or dt
+    int narrow = 0;                        // place of the inputs of `decay_out`
 
     explicit StateShape(const StateLayer& layer) {
         const int keys = layer.num_k_heads * layer.key_dim;
@@ -48,9 +52,18 @@ struct StateShape {
         if (layer.form == GATED_DELTA) {
             set(keys, keys, outputs);
             gates = channels;
+            rates = gates + outputs;
+            decays = rates + layer.num_v_heads;
+        } else if (layer.form == KIMI_DELTA) {
+            set(keys, keys, outputs);
+            rates = channels;
+            narrow = rates + layer.num_v_heads;
+            decays = narrow + layer.decay_out.in + layer.gate_out.in;
+            gates = decays + outputs;
         } else if (layer.form == MAMBA2) {
             set(outputs, keys, keys);
             first_channel = outputs;
+            decays = outputs + channels;
         } else {
             set(outputs, 0, 0);
             first_channel = 2 * outputs;
@@ -96,24 +109,28 @@ inline void convolve_sections(const StateLayer& layer, const StateShape& shape, 
     }
 }
 
-// Computes y of Gated DeltaNet or Mamba 2 in place of v or x, and updates the states. Returns y.
+// Computes y of a layer with a matrix in place of v or x, and updates the states. Returns y.
 inline float* scan_layer(const StateLayer& layer, const StateShape& shape, float* projected,
                          int64_t stride, float* states, const KvGroup& group, const Rows& rows,
                          const Team& team) {
     const int dim = layer.value_dim, num_heads = layer.num_v_heads;
-    const bool is_delta = layer.form == GATED_DELTA;
+    const bool is_delta = layer.form != MAMBA2;
     const HeadRows first{projected + shape.place(0), stride, layer.key_dim};
     const HeadRows second{projected + shape.place(1), stride, layer.key_dim};
     const HeadRows third{projected + shape.place(2), stride, layer.key_dim};
     float* const v = projected + shape.place(is_delta ? 2 : 0);
-    const float* const after = projected + shape.outputs + shape.channels;
     StateScan scan{};
     scan.q = is_delta ? first : third;
     scan.k = second;
     scan.v = {v, stride, dim};
     scan.v_group_stride = static_cast<int64_t>(num_heads / layer.num_k_heads) * dim;
-    scan.a = {is_delta ? after + num_heads : after, stride, 1};
-    scan.b = {after, stride, 1};
+    if (layer.form == KIMI_DELTA) {
+        scan.decays = projected + shape.decays;
+        scan.decay_stride = stride;
+    } else {
+        scan.a = {projected + shape.decays, stride, 1};
+    }
+    scan.b = {projected + shape.rates, stride, 1};
     scan.a_log = layer.a_log;
     scan.dt_bias = layer.dt_bias;
     scan.skip = layer.skip;
@@ -135,16 +152,35 @@ inline float* scan_layer(const StateLayer& layer, const StateShape& shape, float
     return v;
 }
 
+// Computes the decays' inputs and the output gates of Kimi Delta Attention from the narrow products.
+inline void multiply_narrow(const StateLayer& layer, const StateShape& shape, float* projected,
+                            int64_t stride, int num_rows, const Rows& rows, const Team& team) {
+    int from = shape.narrow, to = shape.decays;
+    for (const Matrix* matrix : {&layer.decay_out, &layer.gate_out}) {
+        const Inputs inputs = inputs_of(*matrix, rows.input, num_rows, rows.rounded);
+        team.each(num_rows, [&](int row) {
+            put_row(projected + row * stride + from, 1.0f, inputs.row(row));
+        });
+        linear(*matrix, inputs, {projected + to, static_cast<size_t>(stride), Into::kSet}, team);
+        team.wait();
+        from += matrix->in;
+        to += matrix->out;
+    }
+}
+
+inline Floats sigmoid(Floats x) { return 1.0f / (exp(-x) + 1.0f); }
+
 inline Floats silu(Floats x) { return x / (exp(-x) + 1.0f); }
 
 // Writes the outputs of a row, which the gates z multiply before or after a norm, to the input row of
 // the output product from number `first` on.
 //
-//     Gated DeltaNet:  norm of each head of y, times silu(z)
-//     Mamba 2:         norm of each group of y * silu(z), or without a norm y * silu(z)
+//     Gated DeltaNet:        norm of each head of y, times silu(z)
+//     Kimi Delta Attention:  norm of each head of y, times sigmoid(z)
+//     Mamba 2:               norm of each group of y * silu(z), or without a norm y * silu(z)
 inline void put_outputs(const StateLayer& layer, float* y, const float* z, int first,
                         const InputRow& to) {
-    const bool is_delta = layer.form == GATED_DELTA;
+    const bool is_delta = layer.form != MAMBA2;
     const int outputs = layer.num_v_heads * layer.value_dim;
     const int size = is_delta ? layer.value_dim : outputs / layer.num_k_heads;
     for (int at = 0; at < outputs; at += size) {
@@ -153,7 +189,10 @@ inline void put_outputs(const StateLayer& layer, float* y, const float* z, int f
         const float scale = layer.has_norm ? norm_scale(y + at, size, layer.norm_eps) : 1.0f;
         for (int i = at; i < at + size; i += kLanes) {
             const Floats normed = load(y + i) * scale * load(layer.norm + i);
-            to.put(first + i, is_delta ? normed * silu(load(z + i)) : normed);
+            if (layer.form == KIMI_DELTA)
+                to.put(first + i, normed * sigmoid(load(z + i)));
+            else
+                to.put(first + i, is_delta ? normed * silu(load(z + i)) : normed);
         }
     }
 }
@@ -192,6 +231,8 @@ inline void place_state(const Model& model, const Step& step, int index, const R
                 to.put(before + i, load_some(c + i, rest) * load_some(x + i, rest), rest);
         });
     } else {
+        if (own.form == KIMI_DELTA)
+            multiply_narrow(own, shape, projected, stride, step.num_rows, rows, team);
         convolve_sections(own, shape, projected, stride, convs, group, rows, team);
         float* const y = scan_layer(own, shape, projected, stride, states, group, rows, team);
         team.each(step.num_rows, [&](int row) {

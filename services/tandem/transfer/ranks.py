@@ -219,8 +219,9 @@ class EventMerger:
         safe = [block for block in block_ids if pull.safe[block] == self._num_ranks]
         for block in safe:
             del self._pull_ids[block]
+        # Blocks of which no rank has sent anything yet are not in `safe`.
         if len(pull.results) == self._num_ranks and all(
-            count == self._num_ranks for count in pull.safe.values()
+            pull.safe[block] == self._num_ranks for block in pull.pull.local_block_ids
         ):
             del self._pulls[pull.pull.pull_id]
         has_failed = not all(result.done for result in pull.results)

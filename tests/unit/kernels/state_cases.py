@@ -32,7 +32,8 @@ def cut(num_rows: int, cuts: tuple[int, ...], slot: int = 3) -> list[StateSpan]:
 
 @dataclass
 class DeltaCase:
-    """Inputs of Gated DeltaNet. Decays are such that a state lasts some hundred tokens."""
+    """Inputs of Gated DeltaNet, or with `by_channel` of Kimi Delta Attention. Decays are such that
+    a state lasts some hundred tokens."""
 
     num_rows: int = NUM_ROWS
     k_heads: int = 2
@@ -41,6 +42,7 @@ class DeltaCase:
     d_v: int = 48
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    by_channel: bool = False
     q: torch.Tensor = field(init=False)
     k: torch.Tensor = field(init=False)
     v: torch.Tensor = field(init=False)
@@ -60,15 +62,18 @@ class DeltaCase:
             normal(self.num_rows, self.k_heads, self.d_k).to(self.dtype) for _ in range(2)
         )
         self.v = normal(self.num_rows, self.v_heads, self.d_v).to(self.dtype)
-        self.a, self.b = (normal(self.num_rows, self.v_heads) for _ in range(2))
+        channels = (self.d_k,) if self.by_channel else ()
+        self.a = normal(self.num_rows, self.v_heads, *channels)
+        self.b = normal(self.num_rows, self.v_heads)
         self.a_log = normal(self.v_heads) - 3.0
-        self.dt_bias = normal(self.v_heads) - 2.0
+        self.dt_bias = normal(self.v_heads, *channels) - 2.0
         self.states = normal(NUM_SLOTS, self.v_heads, self.d_k, self.d_v)
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The arguments of gated_delta_rule before the states."""
-        return (self.q, self.k, self.v, *delta_gates(self.a, self.b, self.a_log, self.dt_bias))
+        a_log = self.a_log.unsqueeze(-1) if self.by_channel else self.a_log
+        return (self.q, self.k, self.v, *delta_gates(self.a, self.b, a_log, self.dt_bias))
 
 
 @dataclass

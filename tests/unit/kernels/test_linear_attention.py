@@ -1,4 +1,4 @@
-"""Gated DeltaNet and Mamba 2 in torch, against transformers."""
+"""Gated DeltaNet, Kimi Delta Attention and Mamba 2 in torch, against transformers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
@@ -17,13 +18,17 @@ from tests.unit.kernels.state_cases import SPANS, UNNAMED, DeltaCase, Mamba2Case
 FORMS = {
     "delta": linear_attention.gated_delta_rule,
     "delta, recurrent": linear_attention.gated_delta_rule_recurrent,
+    "kimi": linear_attention.gated_delta_rule,
+    "kimi, recurrent": linear_attention.gated_delta_rule_recurrent,
     "mamba2": linear_attention.mamba2,
     "mamba2, recurrent": linear_attention.mamba2_recurrent,
 }
 
 
 def case_of(form: str) -> Any:
-    return DeltaCase() if form.startswith("delta") else Mamba2Case()
+    if form.startswith("mamba2"):
+        return Mamba2Case()
+    return DeltaCase(by_channel=form.startswith("kimi"))
 
 
 def expected(case: Any, span: StateSpan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,7 +37,10 @@ def expected(case: Any, span: StateSpan) -> tuple[torch.Tensor, torch.Tensor]:
     before = case.states[span.slot] * (span.first_position > 0)
     if isinstance(case, DeltaCase):
         q, k, v, log_decay, beta = (x[rows].unsqueeze(0) for x in case.inputs)
-        y, state = torch_recurrent_gated_delta_rule(
+        rule = (
+            recurrent_kimi_delta_attention if case.by_channel else torch_recurrent_gated_delta_rule
+        )
+        y, state = rule(
             *(q.repeat_interleave(2, 2), k.repeat_interleave(2, 2), v, log_decay, beta),
             initial_state=before.unsqueeze(0),
             output_final_state=True,
@@ -94,8 +102,10 @@ def test_a_state_lasts(form: str) -> None:
         ("delta", (64, 192)),
         ("delta", (128,)),
         ("delta", (256, 270, 299)),  # after the last whole inner chunk, any cut
+        ("kimi", (64, 192)),
         ("mamba2", (64, 192)),
         ("delta, recurrent", (1, 2, 63, 100)),
+        ("kimi, recurrent", (1, 2, 63, 100)),
         ("mamba2, recurrent", (1, 2, 63, 100)),
     ],
 )
@@ -112,7 +122,7 @@ def test_bits_do_not_depend_on_cuts(form: str, cuts: tuple[int, ...]) -> None:
     assert torch.equal(cut_states, states)
 
 
-@pytest.mark.parametrize("form", ["delta, recurrent", "mamba2, recurrent"])
+@pytest.mark.parametrize("form", ["delta, recurrent", "kimi, recurrent", "mamba2, recurrent"])
 def test_bits_do_not_depend_on_the_batch(form: str) -> None:
     case = case_of(form)
     together, states = run(FORMS[form], case, [SPANS])
@@ -135,11 +145,12 @@ def test_states_may_be_views(form: str) -> None:
     assert torch.equal(pool[:, :, 1], states)
 
 
-def test_a_chunk_that_forgets_all_is_finite() -> None:
+@pytest.mark.parametrize("form", ["delta", "kimi"])
+def test_a_chunk_that_forgets_all_is_finite(form: str) -> None:
     """exp(-G) alone would overflow."""
-    case = DeltaCase()
+    case = case_of(form)
     case.a_log += 6.0
-    out, states = run(FORMS["delta"], case, [SPANS])
-    recurrent, recurrent_states = run(FORMS["delta, recurrent"], case, [SPANS])
+    out, states = run(FORMS[form], case, [SPANS])
+    recurrent, recurrent_states = run(FORMS[f"{form}, recurrent"], case, [SPANS])
     torch.testing.assert_close(out, recurrent, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(states, recurrent_states, rtol=1e-4, atol=1e-5)

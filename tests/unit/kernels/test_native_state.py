@@ -14,7 +14,6 @@ from tandem_kernels.causal_conv import causal_conv1d
 from tandem_kernels.linear_attention import StateSpan
 from tandem_kernels.native import library
 from tandem_kernels.native.state import StateKernels
-from tandem_kernels.norm import gated_rms_norm, rms_norm_of_gated
 from tests.unit.kernels.state_cases import (
     NUM_ROWS,
     NUM_SLOTS,
@@ -35,6 +34,8 @@ SHAPES: dict[str, Any] = {
     "delta": DeltaCase(k_heads=2, v_heads=4, d_k=128, d_v=128),
     "delta, partial": DeltaCase(k_heads=1, v_heads=3, d_k=20, d_v=80),
     "delta, small": DeltaCase(k_heads=2, v_heads=2, d_k=16, d_v=16),
+    "kimi": DeltaCase(k_heads=2, v_heads=2, d_k=128, d_v=128, by_channel=True),
+    "kimi, partial": DeltaCase(k_heads=3, v_heads=3, d_k=20, d_v=80, by_channel=True),
     "mamba2": Mamba2Case(groups=1, heads=3, d_state=128, head_dim=64),
     "mamba2, partial": Mamba2Case(groups=2, heads=4, d_state=24, head_dim=48),
 }
@@ -78,7 +79,7 @@ def test_scan_equals_torch(shape: str, instructions: str) -> None:
 
 
 @pytest.mark.parametrize("instructions", SETS)
-@pytest.mark.parametrize("shape", ["delta", "mamba2"])
+@pytest.mark.parametrize("shape", ["delta", "kimi", "mamba2"])
 def test_bits_of_a_scan_depend_on_its_sequence_alone(shape: str, instructions: str) -> None:
     """Not on threads, on the cuts of a prompt, on the batch, or on the place of the state."""
     case = SHAPES[shape]
@@ -166,15 +167,3 @@ def test_value_heads_may_be_in_groups(instructions: str) -> None:
     y = native.gated_delta_rule(q, k, grouped, *gates, grouped_states, SPANS)
     assert torch.equal(y, native.gated_delta_rule(case.q, case.k, case.v, *gates, states, SPANS))
     assert torch.equal(grouped_states, states)
-
-
-@pytest.mark.parametrize("instructions", SETS)
-@pytest.mark.parametrize("size", [48, 20])
-def test_gated_norms_equal_torch(instructions: str, size: int) -> None:
-    x, gate = torch.randn(5, 3, size), torch.randn(5, 3, size + 7)[..., :size]
-    ours = kernels(instructions, num_threads=2).gated_rms_norm(x, gate, weight := x[0, 0], 1e-5)
-    torch.testing.assert_close(ours, gated_rms_norm(x, gate, weight, 1e-5), rtol=1e-5, atol=1e-5)
-    flat, gates = torch.randn(5, 3 * size), torch.randn(5, 4 * size)[:, : 3 * size]
-    arguments = (flat, gates, torch.randn(3 * size), 1e-5, size)
-    of_gated = kernels(instructions).rms_norm_of_gated(*arguments)
-    torch.testing.assert_close(of_gated, rms_norm_of_gated(*arguments), rtol=1e-5, atol=1e-5)

@@ -66,6 +66,17 @@ def test_a_block_of_a_failed_pull_is_safe_when_no_rank_writes_it() -> None:
     assert merger.add(1, Unfenced([1])) == [Unfenced([1])]
 
 
+def test_the_blocks_of_a_failed_pull_may_become_safe_one_after_the_other() -> None:
+    merger = EventMerger(2)
+    merger.expect(pull("a", 1, 2))
+    merger.add(0, failed("a", "error", num_fenced=2))
+    merger.add(1, failed("a", "error", num_fenced=2))
+    for block in (2, 1):
+        assert merger.add(0, Unfenced([block])) == []
+        assert merger.add(1, Unfenced([block])) == [Unfenced([block])]
+    assert merger._pulls == {}
+
+
 def test_the_first_failure_is_the_reason() -> None:
     merger = EventMerger(2)
     merger.expect(pull("a", 1))

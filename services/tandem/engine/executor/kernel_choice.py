@@ -16,7 +16,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.card_dtypes import describe, is_old
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
-from tandem.models.config.linear_attention import GatedDelta, LinearAttention
+from tandem.models.config.linear_attention import GatedDelta, KimiDelta, LinearAttention
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_irregular, why_uneven
 from tandem_kernels.native.library import why_unusable
@@ -126,6 +126,8 @@ def why_not_triton_model(model: ModelConfig) -> str:
         return "only the native and torch kernels normalize queries and keys after RoPE"
     if any(layer.is_chunked for layer in model.layers):
         return "only the native and torch kernels compute attention in chunks"
+    if any(isinstance(layer.linear, KimiDelta) for layer in model.layers):
+        return "only the native and torch kernels compute Kimi Delta Attention"
     if any(layer.experts and layer.experts.weighs_inputs for layer in model.layers):
         return "only the native and torch kernels multiply the inputs of experts by their weights"
     return ""

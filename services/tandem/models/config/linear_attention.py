@@ -2,7 +2,7 @@
 
 A state has the same size for any number of tokens. It has a matrix for each head, and the last
 inputs of a causal convolution, which mixes each channel with the same channel of the last tokens.
-There are three kinds:
+There are four kinds:
 
 Gated DeltaNet (https://arxiv.org/abs/2412.06464) has a matrix S [key dim, value dim] for each value
 head, and computes for each token, with a decay a and a rate b of the token and the head:
@@ -13,6 +13,10 @@ head, and computes for each token, with a decay a and a rate b of the token and 
 
 Several value heads may share one key head. Before this, the convolution mixes the channels of q, k
 and v.
+
+Kimi Delta Attention (https://arxiv.org/abs/2510.26692) is Gated DeltaNet with a decay for each key
+channel of a head: S = diag(a) S. The inputs of the decays and of the output gates are products of
+two narrow matrices each.
 
 Mamba 2 (https://arxiv.org/abs/2405.21060) has S = a S + k v and output = q S, where q, k and v are
 called C, B and x. Several heads may share one q and k.
@@ -128,6 +132,41 @@ class GatedDelta(_Convolution):
 
 
 @dataclass(frozen=True, slots=True)
+class KimiDelta(_Convolution):
+    """The sizes of a Kimi Delta Attention layer. Keys, values and the inner size of the narrow
+    matrices have `dim` elements."""
+
+    num_delta_heads: int
+    dim: int
+    kernel: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_delta_heads
+
+    @property
+    def num_k_heads(self) -> int:
+        return self.num_delta_heads
+
+    @property
+    def key_dim(self) -> int:
+        return self.dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.dim
+
+    @property
+    def sections(self) -> list[int]:
+        """Number of channels of q, k and v."""
+        return [self.num_outputs] * 3
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_heads * self.dim
+
+
+@dataclass(frozen=True, slots=True)
 class Mamba2(_Convolution):
     """The sizes of a Mamba 2 layer. `key_dim` is the size of B and C, `value_dim` that of a head of
     x. Heads of a group share B and C, and a norm of the output."""
@@ -187,7 +226,7 @@ class ShortConv(_Convolution):
         return [self.num_outputs]
 
 
-LinearAttention = GatedDelta | Mamba2 | ShortConv
+LinearAttention = GatedDelta | KimiDelta | Mamba2 | ShortConv
 
 
 def read_linear(config: Mapping[str, Any], family: Family) -> LinearAttention:
@@ -203,6 +242,14 @@ def read_linear(config: Mapping[str, Any], family: Family) -> LinearAttention:
         return conv
     if family.linear == "mamba2":
         return _read_mamba2(config, family)
+    if family.linear == "kimi_delta":
+        kimi = KimiDelta(
+            num_delta_heads=size(config, "linear_num_heads"),
+            dim=size(config, "linear_head_dim"),
+            kernel=size(config, "linear_conv_kernel_dim"),
+        )
+        _check_kernel(kimi.kernel, "linear_conv_kernel_dim")
+        return kimi
     return _read_gated_delta(config, family)
 
 

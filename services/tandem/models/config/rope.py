@@ -14,7 +14,6 @@ from tandem.errors import UnsupportedModel
 from tandem.models.config.fields import flag, number, optional_number, optional_size, size
 
 _KINDS = ("full_attention", "sliding_attention")
-_LOCAL_THETA = 10000.0  # default theta of layers with a window (Gemma 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +111,18 @@ NO_ROPE = Rope(None)
 
 
 def read_ropes(
-    config: Mapping[str, Any], *, default_theta: float, by_kind: bool = False
+    config: Mapping[str, Any],
+    *,
+    default_theta: float,
+    by_kind: bool = False,
+    local_theta: float = 10000.0,
 ) -> dict[str, Rope]:
     """Returns the RoPE parameters by layer kind: full_attention and sliding_attention.
 
     by_kind: False: both kinds have the same parameters. True: each kind has its own (Gemma 3).
         Layers with a window then use `rope_parameters["sliding_attention"]`. If `rope_parameters`
-        is absent, they use the frequency base `rope_local_base_freq` and no scaling.
+        is absent, they use the frequency base `rope_local_base_freq` and no scaling. If no
+        frequency base is given, they use `local_theta`.
 
     Raises UnsupportedModel naming the field that is not supported.
     """
@@ -138,13 +142,15 @@ def read_ropes(
             "together"
         )
     else:
+        # As in transformers, the length outside of them is only for parameters of all layers.
+        own = {"original_max_position_embeddings": None}
         full, sliding = (
-            {**base, "rope_parameters": _object(given, kind)}
+            {**base, **own, "rope_parameters": _object(given, kind)}
             for base, kind in zip((plain, local), _KINDS, strict=True)
         )
     ropes = (
         read_rope(full, default_theta=default_theta),
-        read_rope(sliding, default_theta=_LOCAL_THETA),
+        read_rope(sliding, default_theta=local_theta),
     )
     return dict(zip(_KINDS, ropes, strict=True))
 

@@ -48,6 +48,7 @@ _DEFAULT_KINDS: Mapping[str, str] = {
     "Idefics3": "llama",
     "InternVL": "qwen2",
     "Janus": "llama",
+    "KimiK25": "deepseek_v3",  # as Moonshot AI publishes Kimi K2.5
     "Kimi_K25": "deepseek_v3",
     "LightOnOcr": "qwen3",
     "Llama4": "llama4_text",
@@ -80,6 +81,7 @@ _DEFAULT_KINDS: Mapping[str, str] = {
 _PLAIN_KINDS = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
+    "kimi_k2": "deepseek_v3",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen3_vl_moe_text": "qwen3_moe",
@@ -188,7 +190,10 @@ def names_in_model(
         if (own := text_name(name) if is_text_part else name) is None:
             continue
         for part, ours in (tensor_names or {}).items():
-            own = own.replace(part, ours)
+            if not part.startswith("^"):
+                own = own.replace(part, ours)
+            elif own.startswith(part[1:]):
+                own = ours + own.removeprefix(part[1:])
         if own in names:
             raise UnsupportedModel(
                 f"{names[own]} and {name} are two names of the same tensor; remove one of them"

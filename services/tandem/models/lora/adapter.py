@@ -128,6 +128,10 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
         )
     if model.index_keys is not None:
         raise UnsupportedModel("LoRA adapters are not supported for models with sparse attention")
+    if model.shared_kv is not None:
+        raise UnsupportedModel(
+            "LoRA adapters are not supported for models with compressed attention"
+        )
     folder = Path(path).expanduser()
     file = folder / CONFIG_FILE
     if not file.is_file():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.models.folder import ModelFolder
+from tandem.models.source import read_folder
 from tests.model_engines import make_runner
 from tests.step_batches import logits_after, mixed_steps
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -75,6 +79,35 @@ def test_longrope_beyond_the_original_context(tmp_path: Path) -> None:
         expected = reference(torch.tensor([prompt[:64]])).logits[0, -1]
     torch.testing.assert_close(logits_after(runner, prompt[:64]), expected, rtol=1e-4, atol=1e-4)
     assert runner.dtype_name == "float32"
+
+
+def test_kimi_linear_with_the_names_and_keys_of_published_files(tmp_path: Path) -> None:
+    """transformers writes other ones: the dense MLP has the name of experts, and layers are
+    described by `layer_types`."""
+    kinds = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+    folder, _ = make_tiny_model("kimi-linear", tmp_path / "own", **kinds)
+    config = json.loads((tmp_path / "own/config.json").read_text())
+    sizes = {
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    lists = {"full_attn_layers": [3], "kda_layers": [1, 2, 4]}
+    for key in ("layer_types", "mlp_layer_types"):
+        config.pop(key)
+    config |= {"linear_attn_config": sizes | lists, "first_k_dense_replace": 1}
+    tensors = {
+        name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): tensor
+        for name, tensor in load_file(tmp_path / "own/model.safetensors").items()
+    }
+    shutil.copytree(tmp_path / "own", tmp_path / "published")
+    (tmp_path / "published/config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "published/model.safetensors")
+    own, published = (
+        logits_after(make_runner(each, dtype="float32", kernels="torch"), PROMPTS[1])
+        for each in (folder, read_folder(tmp_path / "published"))
+    )
+    assert torch.equal(own, published)
 
 
 def test_bfloat16_stays_near_float32(tiny: Tiny) -> None:

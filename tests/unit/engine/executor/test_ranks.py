@@ -35,7 +35,7 @@ PROMPTS = [[(7 * i + 3 * size) % 200 for i in range(size)] for size in (40, 17, 
 CHUNKS = (1, 3, 16, 40)
 
 
-LATENT = ("deepseek", "glm5", "glm4-moe-lite", "mistral4")
+LATENT = ("deepseek", "glm5", "glm4-moe-lite", "kimi-linear", "mistral4")
 
 
 def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFolder:

@@ -269,6 +269,15 @@ def test_gemma_3s_ropes_by_kind_have_thetas_of_their_own_where_none_is_named() -
     assert [layer.rope.theta for layer in whole.layers] == [300.0] * 3
 
 
+def test_lfm_3s_ropes_by_kind_have_one_theta_where_none_is_named(tmp_path: Path) -> None:
+    make_tiny_model("lfm3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"]["sliding_attention"] = {"rope_type": "default"}
+    del config["rope_parameters"]["full_attention"]["rope_theta"]
+    layers = ModelConfig.from_hf(config).layers
+    assert [layers[number].rope.theta for number in (1, 3)] == [1000000.0] * 2
+
+
 def test_a_tied_output_matrix_that_differs_is_refused(tmp_path: Path) -> None:
     make_tiny_model("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

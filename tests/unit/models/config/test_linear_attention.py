@@ -15,7 +15,13 @@ from tandem.engine.cache.layout.kv_groups import (
 )
 from tandem.engine.cache.layout.state_layout import PIECE_BYTES_MAX, StateLayout
 from tandem.errors import UnsupportedModel
-from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2, ShortConv
+from tandem.models.config.linear_attention import (
+    GatedDelta,
+    KimiDelta,
+    LinearAttention,
+    Mamba2,
+    ShortConv,
+)
 from tandem.models.config.model import ModelConfig
 
 SIZES = {
@@ -44,6 +50,25 @@ LFM2 = {
     "architectures": ["Lfm2ForCausalLM"],
     "full_attn_idxs": [1, 3],
     "block_multiple_of": 20,
+}
+# As Moonshot AI publishes it.
+KIMI = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "num_key_value_heads": 4,
+    "linear_attn_config": {
+        "full_attn_layers": [2, 4],
+        "head_dim": 32,
+        "kda_layers": [1, 3],
+        "num_heads": 3,
+        "short_conv_kernel_size": 4,
+    },
+    "model_max_length": 4096,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 2,
+    "num_experts": 12,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 2,
+    "rope_scaling": None,
 }
 
 
@@ -90,6 +115,29 @@ def test_lfm2_adjusts_the_size_of_its_mlps() -> None:
     assert [isinstance(layer.linear, ShortConv) for layer in config.layers] == [True, False] * 2
     assert read(LFM2, block_auto_adjust_ff_dim=False).intermediate_size == 96
     assert read(LFM2, block_ff_dim=30, block_ffn_dim_multiplier=None).intermediate_size == 20
+
+
+def test_kimi_linear_as_it_is_published() -> None:
+    config = read(KIMI)
+    assert [layer.has_attention for layer in config.layers] == [False, True, False, True]
+    assert config.layers[0].linear == KimiDelta(num_delta_heads=3, dim=32, kernel=4)
+    assert config.layers[0].experts is None
+    experts = config.layers[1].experts
+    assert experts is not None
+    assert (experts.num, experts.top_k, experts.shared_inner) == (12, 3, 2 * 1024)
+    assert config.layers[1].rope.theta is None
+    assert config.max_model_len == 4096
+    assert config.latent is not None
+    assert config.latent.q_rank is None
+    default = read(KIMI, linear_attn_config=None, num_hidden_layers=6)
+    assert [layer.has_attention for layer in default.layers] == [*[False] * 4, True, False]
+
+
+def with_kimi_layers(**changes: Any) -> dict[str, Any]:
+    """Returns a change of `linear_attn_config`."""
+    linear = KIMI["linear_attn_config"]
+    assert isinstance(linear, dict)
+    return {"linear_attn_config": linear | changes}
 
 
 def test_the_places_of_layers_with_both_with_one_and_with_none() -> None:
@@ -172,6 +220,15 @@ def test_the_heads_of_a_rank_have_as_many_pieces_as_all() -> None:
         (NEMOTRON, {"hybrid_override_pattern": "M?"}, "hybrid_override_pattern is 'M.'; it must"),
         (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'.*supported are relu2"),
         (NEMOTRON, {"moe_latent_size": 8}, "moe_latent_size is 8, which is not supported"),
+        (KIMI, {"mla_use_nope": False}, "mla_use_nope is False, which is not supported"),
+        (KIMI, {"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling is .* not supported"),
+        (KIMI, {"moe_router_activation_func": "softmax"}, "func is 'softmax'.*supported are sigm"),
+        (KIMI, {"linear_attn_config": [1]}, "linear_attn_config is .1.; it must be an object"),
+        (KIMI, with_kimi_layers(kda_layers=[1, 2]), "kda_layers of .* each number once"),
+        (KIMI, with_kimi_layers(kda_layers=[0, 3]), "kda_layers of .* numbers from 1 to 4"),
+        (KIMI, with_kimi_layers(kda_layers=3), "have 3 layers; they must have each of 4"),
+        (KIMI, with_kimi_layers(head_dim="x"), "linear_head_dim is 'x'; it must be a positive"),
+        (KIMI, with_kimi_layers(short_conv_kernel_size=1), "linear_conv_kernel_dim is 1; it must"),
     ],
 )
 def test_refusals_name_the_field(

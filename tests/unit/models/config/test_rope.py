@@ -48,6 +48,19 @@ def test_layers_with_a_window_may_have_a_rope_of_their_own():
     assert read_ropes(sizes, default_theta=7.0) == dict.fromkeys(expected, Rope(7.0))
 
 
+def test_ropes_by_kind_ignore_the_length_outside_of_them():
+    """The key is for parameters that all layers have in common (Phi-3)."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    given = OLD | {"rope_parameters": {"full_attention": yarn}}
+    ropes = [
+        read_ropes(given | outside, default_theta=7.0, by_kind=True)["full_attention"]
+        for outside in ({}, {"original_max_position_embeddings": 32})
+    ]
+    assert ropes[0] == ropes[1]
+    assert ropes[0].scaling is not None
+    assert ropes[0].scaling.original_max_position_embeddings == 128
+
+
 @pytest.mark.parametrize(
     ("scaling", "max_model_len"),
     [

@@ -59,6 +59,7 @@ from tandem.models.config.experts import Experts as ExpertSpec
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.linear_attention import (
     GatedDelta,
+    KimiDelta,
     LinearAttention,
     Mamba2,
 )
@@ -120,6 +121,8 @@ def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
     if config.alt_up is not None:
         return "only the torch kernels compute a residual stream with several copies (AltUp)"
+    if config.shared_kv is not None:
+        return "only the torch kernels compute compressed attention and several residual streams"
     for layer in config.layers:
         if layer.indexer is not None:
             return "only the torch kernels compute sparse attention"
@@ -235,11 +238,6 @@ class NativeDecoder:
 
         `on_kv_written` is called when all KV is in the pools, before the logits are computed.
         """
-        # Reading a tensor's address is slow. The pools are normally the same in every step, so the
-        # addresses of their tensors are read only once.
-        if self._pools is not pools:
-            self._groups = _kv_groups_of(pools)
-            self._pools = pools
         slices = by_adapter(batch.slices) if batch.has_adapters else batch.slices
         inputs = _Inputs(slices, batch.slices, pools[0].layout.block_size, self._state_groups)
         if self._memory is not None:
@@ -423,7 +421,7 @@ class NativeDecoder:
             )
 
         norm = torch.ones(sizes.num_outputs) if weights.norm is None else weights.norm.float()
-        if isinstance(sizes, GatedDelta):
+        if isinstance(sizes, GatedDelta | KimiDelta):
             norm = norm.repeat(sizes.num_heads)
         layer = StateLayer(
             taps=of_sections(weights.conv),
@@ -444,6 +442,9 @@ class NativeDecoder:
             rate_max=sizes.rate_max if isinstance(sizes, GatedDelta) else 1.0,
             norm_eps=self._norm_eps_of(sizes),
         )
+        if weights.decay_out is not None and weights.gate_out is not None:
+            layer.decay_out = self._packer.matrix((weights.decay_out,))
+            layer.gate_out = self._packer.matrix((weights.gate_out,))
         self._packer.keep(layer)
         return layer
 
@@ -491,6 +492,8 @@ class NativeDecoder:
 def _form(sizes: LinearAttention) -> StateForm:
     if isinstance(sizes, GatedDelta):
         return StateForm.GATED_DELTA
+    if isinstance(sizes, KimiDelta):
+        return StateForm.KIMI_DELTA
     return StateForm.MAMBA2 if isinstance(sizes, Mamba2) else StateForm.SHORT_CONV
 
 

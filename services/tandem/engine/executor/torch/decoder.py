@@ -40,7 +40,13 @@ from tandem.engine.executor.weights.expand import embedded, pieces
 from tandem.engine.executor.weights.share import Share
 from tandem.models.config.experts import Experts
 from tandem.models.config.layers import Heads, LayerSpec
-from tandem.models.config.linear_attention import LinearAttention, Mamba2, ShortConv
+from tandem.models.config.linear_attention import (
+    GatedDelta,
+    KimiDelta,
+    LinearAttention,
+    Mamba2,
+    ShortConv,
+)
 from tandem.models.config.model import GateClamp, ModelConfig
 from tandem.models.config.rope import Rope
 from tandem_kernels.attention_groups import QuerySpan
@@ -428,12 +434,27 @@ class Decoder:
                 out = self._norm_of_gated(sizes, weights.norm, out, z)
             return out if weights.output_factor == 1.0 else out * weights.output_factor
         assert weights.norm is not None
-        channels, z, b, a = torch.split(
-            projected, [sum(sections), num_outputs, num_heads, num_heads], 1
-        )
+        if isinstance(sizes, KimiDelta):
+            assert weights.decay_out is not None
+            assert weights.gate_out is not None
+            channels, b, *narrow = torch.split(
+                projected, [sum(sections), num_heads, sizes.dim, sizes.dim], 1
+            )
+            a, z = (
+                self._project(x.contiguous(), (matrix,))
+                for x, matrix in zip(narrow, (weights.decay_out, weights.gate_out), strict=True)
+            )
+            a = a.view(num_rows, num_heads, -1)
+            a_log, dt_bias = weights.a_log.unsqueeze(-1), weights.dt_bias.view(num_heads, -1)
+        else:
+            channels, z, b, a = torch.split(
+                projected, [sum(sections), num_outputs, num_heads, num_heads], 1
+            )
+            a_log, dt_bias = weights.a_log, weights.dt_bias
         q, k, v = convolve(channels, silu)
-        log_decay, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
-        beta = beta * sizes.rate_max
+        log_decay, beta = delta_gates(a, b, a_log, dt_bias)
+        if isinstance(sizes, GatedDelta):
+            beta = beta * sizes.rate_max
         out = self._kernels.gated_delta_rule(
             self._keys_of_heads(sizes, q),
             self._keys_of_heads(sizes, k),
@@ -444,9 +465,11 @@ class Decoder:
             spans,
         )
         gates = z.view(num_rows, num_heads, -1)
-        eps = self._config.rms_norm_eps if sizes.norm_eps is None else sizes.norm_eps
-        out = gated_rms_norm(out, gates, weights.norm, eps)
-        return out.flatten(1)
+        eps = self._config.rms_norm_eps
+        if isinstance(sizes, GatedDelta) and sizes.norm_eps is not None:
+            eps = sizes.norm_eps
+        activation = torch.sigmoid if isinstance(sizes, KimiDelta) else silu
+        return gated_rms_norm(out, gates, weights.norm, eps, activation).flatten(1)
 
     def _keys_of_heads(self, sizes: LinearAttention, own: torch.Tensor) -> torch.Tensor:
         """Returns q or k for this rank's heads, [rows, heads, key dim], where equally many
@@ -533,17 +556,19 @@ class Decoder:
         x: torch.Tensor,
         hidden: torch.Tensor,
         lora: StepLora,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
         row, plus the output of the shared MLP. Each expert multiplies all rows for which it was
         chosen at once. `hidden` is the residual stream, which router and experts with norms of
-        their own read in place of x."""
+        their own read in place of x. `chosen` is [rows, top_k]: the experts, whatever the router's
+        logits are. None: the router chooses."""
         if experts.has_own_norms:
             return self._experts_with_norms(index, experts, weights, x, hidden, lora)
         share = self._ranks.share
         width = self._config.hidden_size
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
-        chosen, shares = choose(experts, logits, weights.correction)
+        chosen, shares = choose(experts, logits, weights.correction, chosen)
         out = self._zeros_for_experts(weights, x)
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
         if shared is not None and weights.shared_gate is not None:
@@ -695,15 +720,20 @@ def own_heads(share: Share, heads: torch.Tensor, width: int) -> torch.Tensor:
 def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate = gate.clamp(max=clamp.limit)
     up = up.clamp(-clamp.limit, clamp.limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
+    return (up + clamp.offset) * (gate * torch.sigmoid(gate * clamp.alpha))
 
 
 def choose(
-    experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
+    experts: Experts,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses experts for each row from the router's `logits`. Returns the numbers of the chosen
-    experts and the weights of the experts' outputs, both [rows, top_k]."""
-    has_plain_scores = not (experts.has_sigmoids or experts.is_corrected or experts.groups)
+    """Chooses experts for each row from the router's `logits`, unless `chosen` has them. Returns
+    the numbers of the chosen experts and the weights of the experts' outputs, both
+    [rows, top_k]."""
+    has_own_scores = experts.has_sigmoids or experts.has_roots
+    has_plain_scores = not (has_own_scores or experts.is_corrected or experts.groups)
     if has_plain_scores and experts.scale == 1.0:
         return choose_experts(logits, experts.top_k, experts.is_normalized)
     groups = experts.groups
@@ -714,7 +744,9 @@ def choose(
         groups=(groups.num, groups.top) if groups else None,
         scale=experts.scale,
         has_sigmoids=experts.has_sigmoids,
+        has_roots=experts.has_roots,
         correction=correction,
+        chosen=chosen,
     )
 
 

@@ -66,6 +66,7 @@ def state_layer(
         elif isinstance(sizes, Mamba2):
             out = _mamba2(sizes, weights, rows, spans, states, conv_states, eps)
         else:
+            assert isinstance(sizes, GatedDelta)  # as kernel_choice.py makes sure
             out = _gated_delta(sizes, weights, rows, spans, states, conv_states, eps)
         parts.append(out)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
