@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -377,6 +379,42 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "indexer_types": ["full", "shared", "full", "shared"],
             "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
             "tie_word_embeddings": True,
+            **_NO_PAD,
+        },
+    ),
+    "deepseek-v4": (
+        DeepseekV4ForCausalLM,
+        DeepseekV4Config,
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "q_lora_rank": 28,
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 44,
+            "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+            "swiglu_limit": 0.5,
+            "layer_types": [
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "sliding_attention",
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {
+                "compressed_sparse_attention": 4,
+                "heavily_compressed_attention": 32,
+            },
+            "sliding_window": 40,
+            "o_groups": 2,
+            "o_lora_rank": 20,
+            "index_n_heads": 16,
+            "index_head_dim": 20,
+            "index_topk": 12,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 4,
+            "rope_parameters": {**_YARN},  # transformers changes it
             **_NO_PAD,
         },
     ),
@@ -891,6 +929,9 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2 + name.endswith("layer_scalar"))
+            if name.endswith("tid2eid"):
+                experts = torch.rand(len(buffer), 12).topk(buffer.shape[1]).indices
+                buffer.copy_(experts)
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # exp(-8) per token: a state lasts thousands of tokens
                 parameter.sub_(8.0)

@@ -93,6 +93,9 @@ def _attention(family: Family) -> str:
         words.append("KV of earlier layers in the last ones")
     if family.has_mimo_layers:
         words.append("the first has none; twice as many KV heads in layers with a window")
+    if family.has_deepseek_v4_layers:
+        words = ["a window in all layers; in some layers also compressed entries"]
+        words.append("an indexer chooses entries; keys are values")
     if family.has_sinks:
         words.append("sinks")
     if family.has_caps and "attn_logit_softcapping" not in family.refuses:
@@ -118,6 +121,8 @@ def _positions(family: Family) -> str:
         words = ["in layers with a window, or in all if there are none"]
     if family.has_rope_by_kind:
         words = ["others in layers with a window"]
+    if family.has_deepseek_v4_layers:
+        words = ["others in layers without compressed entries"]
     if family.has_partial_rope:
         words[0] += ", in all or a part of each head"
     if family.has_rope_pairs:
@@ -145,7 +150,8 @@ def _norms(family: Family) -> str:
         "rotated": "; of each head of q and k after RoPE",
         "rotated_plain": "; of each head of q and k after RoPE, without weights",
     }
-    latents = "; of latents" if family.is_latent else ""
+    has_latents = family.is_latent or family.has_deepseek_v4_layers
+    latents = "; of latents" if has_latents else ""
     has_value_norms = family.has_gemma4_layers or family.has_alt_up
     latents += "; of values, without weights" if has_value_norms else ""
     return where + weights + of_heads[family.qk_norm] + latents
@@ -175,6 +181,8 @@ def _mlp(family: Family) -> str:
         words[0] += " with biases, also in MXFP4"
     if family.is_corrected:
         scores = "sigmoids" if family.has_sigmoids else "softmaxes"
+        if family.has_deepseek_v4_layers:
+            scores = "a table of token ids, or by roots of softplus"
         words.append(f"chosen by {scores} with a correction")
     if family.weighs_inputs:
         words.append("weights multiply their inputs")
@@ -208,6 +216,8 @@ def _factors(family: Family) -> str:
     scaled = {"all": "all layers", "no_rope": "layers without positions"}
     if family.query_scaling:
         factors[""] = [f"of queries, by position, in {scaled[family.query_scaling]}"]
+    if family.has_deepseek_v4_layers:
+        factors[""] = ["several residual streams (hyper-connections)"]
     if family.has_gemma4_layers:
         factors["gemma"] = ["of embeddings and layers", "embeddings for each layer"]
     words = [*factors[family.multipliers], *(["capped logits"] if family.has_caps else [])]

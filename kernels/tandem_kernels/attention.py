@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
-from tandem_kernels.attention_groups import AttentionGroup, QuerySpan, make_groups
+from tandem_kernels.attention_groups import AttentionGroup, Entries, QuerySpan, make_groups
 from tandem_kernels.key_choice import Choice
 from tandem_kernels.kv_cache import KvPool
 
@@ -58,6 +58,7 @@ class PagedAttention:
         cap * tanh(score / cap). With `chunk`, queries attend within chunks of so many tokens."""
         assert num_heads % pool.num_kv_heads == 0
         self._pool = pool
+        self._limits = window, chunk
         self._cap = cap
         self._scale = pool.head_dim**-0.5 if scale is None else scale
         self._parts = [
@@ -75,10 +76,12 @@ class PagedAttention:
         queries: torch.Tensor,
         sinks: torch.Tensor | None = None,
         choice: Choice | None = None,
+        entries: Sequence[Entries] | None = None,
     ) -> torch.Tensor:
         """Returns the attention output for queries [T, heads, D], in the same shape. The K and V of
         the step's tokens must already be in the pool. `sinks` is [heads]. With `choice`, queries
-        attend only to the chosen keys.
+        attend only to the chosen keys. `entries` has further keys for each group, if there is one
+        KV head.
         """
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for number, part in enumerate(self._parts):
@@ -87,11 +90,26 @@ class PagedAttention:
             group = part.group
             rows = slice(group.first_row, group.first_row + group.num_rows)
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs).to(queries.dtype)
+            if entries is not None:
+                kv, part = self._with_entries(kv, part, entries[number])
             attend = _attend_one_query if group.num_queries == 1 else _attend_chunk
             attend(queries[rows], kv, part.mask, sinks, self._product, out[rows])
             if any(group.shares):
                 self._add_shares(part, queries[rows], kv[0], sinks)
         return out
+
+    def _with_entries(
+        self, kv: torch.Tensor, part: _MaskedGroup, entries: Entries
+    ) -> tuple[torch.Tensor, _MaskedGroup]:
+        """Returns the keys and values of a group with those of the entries behind them, and the
+        group with the mask of both."""
+        mask = part.mask
+        if mask is None:
+            mask = _whole_mask(part.group, self._pool, kv.dtype, *self._limits)
+        further = entries.keys.to(kv.dtype).unsqueeze(1).expand(2, -1, 1, -1, -1)
+        of_entries = _added(~entries.hidden, kv.dtype).unsqueeze(1)
+        whole = torch.cat((mask, of_entries), -1)
+        return torch.cat((kv, further), -2), _MaskedGroup(part.group, whole)
 
     def _add_shares(
         self,
@@ -223,9 +241,20 @@ def _mask(
 ) -> torch.Tensor | None:
     """Returns a mask [B, 1, num_queries, padded context] to add to the scores: 0 where a query
     attends to a key, -inf elsewhere. Returns None if causal masking is enough."""
-    longest = max(group.context_lens)
-    if group.num_queries == longest > 1 and group.sees_all(window, chunk):
+    if group.num_queries == max(group.context_lens) > 1 and group.sees_all(window, chunk):
         return None
+    return _whole_mask(group, pool, dtype, window, chunk)
+
+
+def _whole_mask(
+    group: AttentionGroup,
+    pool: KvPool,
+    dtype: torch.dtype,
+    window: int | None,
+    chunk: int | None,
+) -> torch.Tensor:
+    """Returns the mask that `_mask` describes, also where causal masking is enough."""
+    longest = max(group.context_lens)
     padded = -(-longest // pool.block_size) * pool.block_size
     lens = torch.tensor(group.context_lens, device=pool.device).view(-1, 1, 1, 1)
     queries = torch.arange(1 - group.num_queries, 1, device=pool.device).view(-1, 1)

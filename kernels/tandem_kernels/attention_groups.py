@@ -15,6 +15,7 @@ and the last keys of the context, all blocks are copied, for simplicity.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import NamedTuple
 
 import torch
 
@@ -40,6 +41,14 @@ class QuerySpan:
     # last b keys of its context. None: a query attends to all keys.
     visible: tuple[int, int] | None = None
     shares: BlockShares | None = None  # adds up the softmax weights per block; None: not needed
+
+
+class Entries(NamedTuple):
+    """Further keys, to which the queries of a group attend beside those of its context. They are
+    their values, too."""
+
+    keys: torch.Tensor  # [B, E, D]
+    hidden: torch.Tensor  # bool [B, num_queries, E]: true where a query does not attend to a key
 
 
 @dataclass(frozen=True, slots=True)

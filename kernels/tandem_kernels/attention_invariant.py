@@ -8,9 +8,9 @@ threads, because all matrix products have one shape and all sums have one order:
   of a query and a head, all for the same KV head, padded with zero rows. A key tile has 64 keys,
   the first of which has a position that is a multiple of 64.
 - The scores of N row tiles are [key tiles, N, 16, 64], with -inf for hidden keys.
-- The output is summed over the key tiles in ascending order. The maximum score of a row is computed
-  over all keys first, so partial sums need not be rescaled. A hidden key adds exactly 0, so key
-  tiles before a window may be skipped.
+- The output is summed over the key tiles in ascending order, and then over the tiles of entries.
+  The maximum score of a row is computed over all keys first, so partial sums need not be rescaled.
+  A hidden key adds exactly 0, so key tiles before a window may be skipped.
 """
 
 import math
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tandem_kernels.attention_groups import AttentionGroup, QuerySpan, make_groups
+from tandem_kernels.attention_groups import AttentionGroup, Entries, QuerySpan, make_groups
 from tandem_kernels.key_choice import Choice
 from tandem_kernels.kv_cache import KvPool
 
@@ -72,10 +72,12 @@ class InvariantPagedAttention:
         queries: torch.Tensor,
         sinks: torch.Tensor | None = None,
         choice: Choice | None = None,
+        entries: Sequence[Entries] | None = None,
     ) -> torch.Tensor:
         """Returns the attention output for queries [T, heads, D], in the same shape. The K and V of
         the step's tokens must already be in the pool. `sinks` is [heads]. With `choice`, queries
-        attend only to the chosen keys.
+        attend only to the chosen keys. `entries` has further keys for each group, if there is one
+        KV head.
         """
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         scaled = queries * self._scale
@@ -85,6 +87,8 @@ class InvariantPagedAttention:
             group = part.group
             rows = slice(group.first_row, group.first_row + group.num_rows)
             kv = self._pool.gather(layer, group.block_rows, group.num_seqs)
+            if entries is not None:
+                kv, part = self._with_entries(kv, part, entries[number])
             if group.num_queries == 1:
                 if choice is not None:
                     part = replace(part, hidden=self._hidden_of_tiles(choice[number]))
@@ -157,6 +161,24 @@ class InvariantPagedAttention:
                 head_weights = weights()[: num_queries * self._group_size]
                 shares.add(head_weights.view(num_queries, self._group_size, -1))
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
+
+    def _with_entries(
+        self, kv: torch.Tensor, part: _TiledGroup, entries: Entries
+    ) -> tuple[torch.Tensor, _TiledGroup]:
+        """Returns the keys and values of a group with those of the entries behind them, and the
+        group with the mask of both. All row tiles attend to the tiles of entries."""
+        padding = -entries.keys.shape[1] % KEY_TILE
+        keys = torch.nn.functional.pad(entries.keys, (0, 0, 0, padding))
+        further = keys.unsqueeze(1).expand(2, -1, 1, -1, -1)
+        seen = torch.nn.functional.pad(~entries.hidden, (0, padding))
+        of_rows = self._hidden_of_tiles if part.group.num_queries == 1 else self._hidden_of_rows
+        hidden = of_rows(seen.unsqueeze(1) if part.group.num_queries == 1 else seen[0])
+        whole = replace(
+            part,
+            hidden=torch.cat((part.hidden, hidden)),
+            first_row_tile=part.first_row_tile + [0] * len(hidden),
+        )
+        return torch.cat((kv[..., : len(part.hidden) * KEY_TILE, :], further), -2), whole
 
     def _hidden_of_tiles(self, chosen: torch.Tensor) -> torch.Tensor:
         """Returns `_TiledGroup.hidden` for sequences with one query each and chosen keys,

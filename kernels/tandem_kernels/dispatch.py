@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from tandem_kernels.attention import PagedAttention, scores
-from tandem_kernels.attention_groups import AttentionGroup, QuerySpan
+from tandem_kernels.attention_groups import AttentionGroup, Entries, QuerySpan
 from tandem_kernels.attention_invariant import InvariantPagedAttention, scores_invariant
 from tandem_kernels.key_choice import Choice, Scores
 from tandem_kernels.kv_cache import KvPool
@@ -57,6 +57,7 @@ class Attention(Protocol):
         queries: torch.Tensor,
         sinks: torch.Tensor | None = None,
         choice: Choice | None = None,
+        entries: Sequence[Entries] | None = None,
     ) -> torch.Tensor: ...
 
 

@@ -50,15 +50,10 @@ class KeyChoice:
             chosen = ~hidden
             if max(group.context_lens) > top_k:
                 rows = slice(group.first_row, group.first_row + group.num_rows)
-                shares = weights[rows].float().view(group.num_seqs, group.num_queries, -1)
-                sums = torch.zeros(hidden.shape, device=hidden.device)
-                for some, products in self._products(number, group, queries[rows]):
-                    products.relu_()
-                    # One head after the other, so that the bits of a sum do not depend on the
-                    # shape.
-                    for head in range(queries.shape[1]):
-                        sums[:, some] += products[:, head] * shares[:, some, head].unsqueeze(-1)
-                chosen = highest(sums.masked_fill_(hidden, float("-inf")), top_k)
+                keys = self._pool.gather_index(number, group.block_tables)
+                chosen = choose_keys(
+                    keys, hidden, queries[rows], weights[rows], top_k, self._scores
+                )
             choice.append(chosen.unsqueeze(1))
         return choice
 
@@ -80,7 +75,9 @@ class KeyChoice:
             if max(group.context_lens) > top_k * block_size:
                 rows = slice(group.first_row, group.first_row + group.num_rows)
                 parts = []
-                for some, products in self._products(number, group, queries[rows]):
+                keys = self._pool.gather_index(number, group.block_tables)
+                of_heads = queries[rows].view(len(keys), -1, *queries.shape[1:])
+                for some, products in _products(keys, of_heads, self._scores):
                     unseen = hidden[:, None, some]
                     products.masked_fill_(unseen, float("-inf"))
                     blocks = _highest_of_blocks(products, block_size)
@@ -94,19 +91,46 @@ class KeyChoice:
             choice.append(chosen)
         return choice
 
-    def _products(
-        self, number: int, group: AttentionGroup, queries: torch.Tensor
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields the products of queries [B * n, heads, D] and the indexer's keys, for some queries
-        after the other: which ones, and fp32 [B, heads, queries, K]."""
-        keys = self._pool.gather_index(number, group.block_tables).float()
-        num_heads, dim = queries.shape[1:]
-        queries = queries.float().view(group.num_seqs, group.num_queries, num_heads, dim)
-        step = max(1, _PRODUCTS_MAX // (keys.shape[0] * keys.shape[1] * num_heads))
-        for first in range(0, group.num_queries, step):
-            some = slice(first, first + step)
-            products = self._scores(queries[:, some].flatten(1, 2), keys)
-            yield some, products.view(len(keys), -1, num_heads, keys.shape[1]).transpose(1, 2)
+
+def choose_keys(
+    keys: torch.Tensor,
+    hidden: torch.Tensor,
+    queries: torch.Tensor,
+    weights: torch.Tensor,
+    top_k: int,
+    scores: Scores,
+) -> torch.Tensor:
+    """Returns the `top_k` keys with the highest scores for each query, of those that are not
+    hidden: bool [B, n, K], for B sequences with n queries each.
+
+    keys      [B, K, D]
+    hidden    bool [B, n, K]
+    queries   [B * n, heads, D]
+    weights   [B * n, heads]
+    """
+    queries = queries.view(len(keys), -1, *queries.shape[1:])
+    shares = weights.float().view(queries.shape[:3])
+    sums = torch.zeros(hidden.shape, device=hidden.device)
+    for some, products in _products(keys, queries, scores):
+        products.relu_()
+        # One head after the other, so that the bits of a sum do not depend on the shape.
+        for head in range(products.shape[1]):
+            sums[:, some] += products[:, head] * shares[:, some, head].unsqueeze(-1)
+    return highest(sums.masked_fill_(hidden, float("-inf")), top_k)
+
+
+def _products(
+    keys: torch.Tensor, queries: torch.Tensor, scores: Scores
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yields the products of queries [B, n, heads, D] and keys [B, K, D], for some queries after
+    the other: which ones, and fp32 [B, heads, queries, K]."""
+    keys, queries = keys.float(), queries.float()
+    num_heads = queries.shape[2]
+    step = max(1, _PRODUCTS_MAX // (keys.shape[0] * keys.shape[1] * num_heads))
+    for first in range(0, queries.shape[1], step):
+        some = slice(first, first + step)
+        products = scores(queries[:, some].flatten(1, 2), keys)
+        yield some, products.view(len(keys), -1, num_heads, keys.shape[1]).transpose(1, 2)
 
 
 def highest(scores: torch.Tensor, num: int) -> torch.Tensor:

@@ -101,3 +101,14 @@ def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.
     out[..., :half] = first * cos - second * sin
     out[..., half:] = second * cos + first * sin
     return out
+
+
+def rotate_last_pairs(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotates the last elements of the heads of x [T, heads, D] in fp32, in pairs of neighbours, as
+    many as there are angles. The result has x's dtype."""
+    cos, sin = angles
+    num_plain = x.shape[-1] - 2 * cos.shape[-1]
+    pairs = x[..., num_plain:].float()
+    first, second = pairs[..., ::2], pairs[..., 1::2]
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+    return torch.cat((x[..., :num_plain], rotated.to(x.dtype)), -1)

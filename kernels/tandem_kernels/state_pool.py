@@ -6,6 +6,7 @@ from typing import Protocol, cast
 import torch
 
 from tandem_kernels.kv_cache import KvPool
+from tandem_kernels.row_pool import RowPool
 
 
 class StateLayout(Protocol):
@@ -65,10 +66,10 @@ class StatePool:
         return self._convs[:, :, layer]
 
 
-Pool = KvPool | StatePool
+Pool = KvPool | RowPool | StatePool
 
 
 def without_states(pools: Sequence[Pool]) -> Sequence[KvPool]:
-    """Returns `pools`, none of which may be a `StatePool`."""
-    assert not any(isinstance(pool, StatePool) for pool in pools)
+    """Returns `pools`, all of which must be a `KvPool`."""
+    assert all(isinstance(pool, KvPool) for pool in pools)
     return cast(Sequence[KvPool], pools)

@@ -46,9 +46,11 @@ _PROMPTS = [
     torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (150, 157, 97, 30)
 ]
-# The native kernels need heads that are multiples of 16. They compute neither indexers nor copies
-# of the residual stream.
-_ONLY_TORCH = ("llama-small-heads", "gemma3n", "deepseek-v3.2", "glm5", "minimax-m3")
+# The native kernels need heads that are multiples of 16. They compute neither indexers nor
+# compressors, and one residual stream.
+_ONLY_TORCH = (
+    *("llama-small-heads", "gemma3n", "deepseek-v3.2", "glm5", "minimax-m3", "deepseek-v4"),
+)
 _OTHER_WAYS = (("grpc", "preempted", "migrated"), ("ranks",), ("disk",))
 
 

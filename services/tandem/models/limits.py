@@ -27,6 +27,8 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
         )
     if options.kv_dtype != "auto" and (why := why_not_kv_dtype(model, options.kv_dtype)):
         raise ConfigError(why)
+    if why := why_not_block_size(model, options.block_size):
+        raise ConfigError(why)
     if why := why_not_tensor_parallel(model, options.tensor_parallel):
         raise ConfigError(why)
     if model.has_states and (why := _why_not_with_states(options, model)):
@@ -81,7 +83,9 @@ def _why_not_transformers(options: EngineOptions) -> str:
 def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
     """Returns the reason why this number of ranks cannot share the heads of the model; "" if they
     can. A rank has whole query heads, and whole KV heads or a copy of one."""
-    is_only_torch = model.index_keys is not None or model.alt_up is not None
+    is_only_torch = (
+        model.index_keys is not None or model.alt_up is not None or model.shared_kv is not None
+    )
     if num_ranks > 1 and is_only_torch and (why := why_irregular(model)):
         return f"tensor-parallel is {num_ranks}; it must be 1 for this model: {why}"
     num_heads = model.num_attention_heads
@@ -118,6 +122,8 @@ def why_uneven(model: ModelConfig) -> str:
             return "some layers read the KV of earlier layers"
         if layer.heads is not None:
             return "layers have heads of different sizes"
+    if model.shared_kv is not None:
+        return "keys are values, and the residual stream has several streams"
     if model.value_dim is not None:
         return "values have another size than keys"
     if model.alt_up is not None:
@@ -138,6 +144,18 @@ def max_context(options: EngineOptions, model: ModelConfig) -> int:
             f"{model.max_model_len}, the context length that the model was trained for"
         )
     return options.max_model_len
+
+
+def why_not_block_size(model: ModelConfig, block_size: int) -> str:
+    """Returns the reason why blocks cannot have this number of tokens; "" if they can. Each entry
+    of a compressor belongs to one block."""
+    rates = sorted({each.compressor.rate for each in model.layers if each.compressor is not None})
+    if all(0 in (block_size % rate, rate % block_size) for rate in rates):
+        return ""
+    return (
+        f"block-size is {block_size}; for this model it must be a multiple or a divisor of each of "
+        f"{', '.join(map(str, rates))}, the numbers of tokens that become one entry"
+    )
 
 
 def why_not_kv_dtype(model: ModelConfig, dtype: str) -> str:

@@ -309,16 +309,16 @@ def test_pins_report_the_depth_at_which_a_state_is() -> None:
 
 
 def test_a_sequence_does_not_wait_for_a_slot_besides_the_state_after_which_it_resumes() -> None:
-    """The pool has 4 slots. Three sequences run, and the last slot has a frozen state."""
+    """The pool has 5 slots. Four sequences run, and the last slot has a frozen state."""
     windows = (None, STATE)
     slot_bytes = GroupedToyRunner(windows, block_size=4).layout().groups[1].layout.block_bytes
     engine, _ = make_grouped_engine(
-        windows, num_blocks=None, kv_bytes_max=8 * slot_bytes, max_num_seqs=4
+        windows, num_blocks=None, kv_bytes_max=10 * slot_bytes, max_num_seqs=5
     )
-    assert engine.layout.sizes[1] == 4
+    assert engine.layout.sizes[1] == 5
     prompt = list(range(20))
     drive_all(engine, make_spec("first", prompt, max_tokens=1))
-    for number in range(3):
+    for number in range(4):
         engine.add(make_spec(f"{number}", [100 + number] * 3, max_tokens=30))
     engine.step()
     engine.add(make_spec("b", [*prompt, 7], max_tokens=4))

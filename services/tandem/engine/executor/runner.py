@@ -26,6 +26,7 @@ from tandem.engine.cache.layout.kv_groups import (
     model_layout,
 )
 from tandem.engine.cache.layout.pool_memory import create_shared, own_pages, size_shared
+from tandem.engine.cache.layout.row_layout import RowLayout
 from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.engine.executor.card_dtypes import check_dtypes, is_old
 from tandem.engine.executor.collectives import ALONE, Collectives
@@ -68,6 +69,7 @@ from tandem.models.limits import check_settings, max_context
 from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
+from tandem_kernels.row_pool import RowPool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.state_pool import Pool, StatePool
 
@@ -207,6 +209,8 @@ class ModelRunner:
             self.why_no_budgets = "some layers of the model keep a state in place of KV"
         if model.index_keys is not None:
             self.why_no_budgets = "the model has sparse attention"
+        if model.shared_kv is not None:
+            self.why_no_budgets = "the model has compressed attention"
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
         # Native ranks write their logits to their columns of one array, which rank 0 reads.
@@ -496,20 +500,23 @@ class ModelRunner:
             memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
         return memory, [
-            StatePool(
-                part.view(group.layout.num_blocks, -1),
-                group.layout,
-                None if self._has_own_pool else self._share.of(group.layout.num_kv_heads),
-            )
-            if isinstance(group.layout, StateLayout)
-            else make_pool(
-                part.view(group.layout.num_blocks, -1),
-                group.layout,
-                self._static_of(group),
-                None if self._has_own_pool else self._share.kv_heads(group.layout.num_kv_heads),
-            )
+            self._make_pool(part.view(group.layout.num_blocks, -1), group)
             for part, group in zip(parts, layout.groups, strict=True)
         ]
+
+    def _make_pool(self, memory: torch.Tensor, group: KvGroup) -> Pool:
+        """Returns the pool of a KV group in `memory`, uint8 [num_blocks, bytes of a block]."""
+        if isinstance(group.layout, StateLayout):
+            heads = None if self._has_own_pool else self._share.of(group.layout.num_kv_heads)
+            return StatePool(memory, group.layout, heads)
+        if isinstance(group.layout, RowLayout):
+            return RowPool(memory, group.layout)
+        return make_pool(
+            memory,
+            group.layout,
+            self._static_of(group),
+            None if self._has_own_pool else self._share.kv_heads(group.layout.num_kv_heads),
+        )
 
     def _pages(self, num_bytes: int) -> mmap.mmap:
         if self._pool_fd is None or self._has_own_pool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.errors import UnsupportedModel
-from tandem.models.checkpoint.expert_names import CORRECTION, MXFP4_BLOCK, Shapes
+from tandem.models.checkpoint.expert_names import CORRECTION, MXFP4_BLOCK, TABLE, Shapes
 from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader, read_header
 from tandem.models.checkpoint.kv_scales import place_of_scale
 from tandem.models.checkpoint.quantized.forms import forms_of_parts, is_quantized
@@ -126,6 +126,8 @@ def _forms_of(
             f"{name}_blocks": Form(((*blocks, MXFP4_BLOCK // 2),), ("U8",)),
             f"{name}_scales": Form((blocks,), ("U8",)),
         }
+    if kind == TABLE:
+        return {name: Form((shape,), ("I64", "I32"))}
     if name.endswith(CORRECTION):  # Ernie 4.5 has one row of numbers.
         return {name: Form((shape, (1, *shape)), FLOATS)}
     return {name: Form((shape,), FLOATS)}

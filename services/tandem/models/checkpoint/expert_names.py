@@ -17,6 +17,7 @@ apart     block_sparse_moe.gate.weight                  [experts, hidden]       
           mlp.experts.E.{w1,w3,w2}.weight                                       Kimi Linear
           mlp.gate.weight, mlp.experts.E.{gate,up,down}_proj.weight             Qwen 3, DeepSeek
           mlp.gate.e_score_correction_bias              [experts]               DeepSeek V3
+          mlp.gate.tid2eid, integers                    [vocab, top k]          DeepSeek V4
           mlp.shared_experts.{gate,up,down}_proj.weight                         DeepSeek
           mlp.shared_expert.{gate,up,down}_proj.weight                          Qwen 3 Next
           mlp.shared_expert_gate.weight                 [1, hidden]             Qwen 3 Next
@@ -54,6 +55,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 MXFP4_BLOCK = 32  # number of consecutive weights of a row that share a scale
 CORRECTION = "e_score_correction_bias"
+TABLE = "tid2eid"
 STACKED_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _OF_GGUF = tuple(f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down"))
 _PLACES: dict[ExpertForm, str] = {
@@ -117,6 +119,11 @@ class ExpertNames:
         """Name of the learned bias that is added to the experts' scores when the router chooses
         experts."""
         return f"{self.router}.{CORRECTION}"
+
+    @property
+    def table(self) -> str:
+        """Name of the table of the experts that are chosen for each token id."""
+        return f"{self.router}.{TABLE}"
 
     @property
     def stacked(self) -> tuple[str, ...]:

@@ -33,6 +33,28 @@ self_attn.indexer.q_proj.weight       [index heads * index dim, hidden]
 self_attn.indexer.k_proj.weight       [index dim, hidden]
 self_attn.indexer.{q,k}_norm.weight   [index dim]
 
+A layer of DeepSeek V4 (`SharedKv`) has these tensors in place of those of other attention. "dim" is
+the head size, "narrow" is groups * out rank. "entry" is the size of an entry, or twice it if runs
+overlap (`Compressor`):
+
+name                                          shape                           present
+self_attn.q_a_proj.weight                     [q rank, hidden]                always
+self_attn.q_a_norm.weight                     [q rank]                        always
+self_attn.q_b_proj.weight                     [heads * dim, q rank]           always
+self_attn.kv_proj.weight                      [dim, hidden]                   always
+self_attn.kv_norm.weight                      [dim]                           always
+self_attn.o_a_proj.weight                     [narrow, heads * dim / groups]  always
+self_attn.o_b_proj.weight                     [hidden, narrow]                always
+self_attn.sinks                               [heads]                         always
+self_attn.compressor.{kv,gate}_proj.weight    [entry, hidden]                 with a compressor
+self_attn.compressor.position_bias            [rate, entry]                   with a compressor
+self_attn.compressor.kv_norm.weight           [dim]                           with a compressor
+
+With an indexer, `self_attn.compressor.indexer` has tensors of the same names, and q_b_proj.weight
+[index heads * index dim, q rank] and scorer.weights_proj.weight [index heads, hidden]. A layer also
+has attn_hc.{fn,base,scale} and ffn_hc.{fn,base,scale}, and the model hc_head.hc_{fn,base,scale}
+(`StreamWeights`).
+
 A layer with linear attention (`GatedDelta`) has the following tensors. The outputs of joined
 matrices are ordered by key head: for each key head q, k, v and z, and b and a. Otherwise the q of
 all heads come first, then their k, then v.
@@ -86,6 +108,7 @@ from collections.abc import Collection
 
 from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.expert_names import ExpertNames, Shapes, shared_mlp
+from tandem.models.config.deepseek_v4 import SharedKv, Streams
 from tandem.models.config.gemma3n import AltUp
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
@@ -109,6 +132,8 @@ LAYER_NORM = "model.per_layer_projection_norm.weight"
 # (`AltUp`). A number follows.
 COPY_PROJECTIONS = "model.altup_projections"
 MERGE_PROJECTIONS = "model.altup_unembed_projections"
+# Beginning of the names of the weights that sum the streams of the residual stream (`Streams`).
+HEAD_STREAMS = "model.hc_head.hc_"
 # Value of `ModelConfig.norms` -> (field of LayerWeights -> name of the norm in checkpoints).
 NORMS: dict[str, dict[str, str]] = {
     "before": {
@@ -163,6 +188,8 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             for name in (COPY_PROJECTIONS, MERGE_PROJECTIONS)
             for at in range(config.alt_up.num - 1)
         }
+    if config.streams is not None:
+        shapes |= _stream_shapes(config.streams, HEAD_STREAMS, hidden)
     names = ExpertNames.of(config, stored)
     if not names.is_stacked and _num_experts(config) > len(stored):
         raise UnsupportedModel(
@@ -178,6 +205,8 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             layer |= _attention_shapes(config, spec, f"model.layers.{i}", stored)
         if spec.experts:
             layer |= names.shapes(spec.experts, hidden)
+            if spec.experts.has_table:
+                layer[names.table] = (config.vocab_size, spec.experts.top_k)
         elif spec.has_mlp:
             layer |= _mlp_shapes(config, "mlp", spec.inner or 0, f"model.layers.{i}", stored)
         if config.has_layer_scalars:
@@ -189,6 +218,9 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
             layer["post_per_layer_input_norm.weight"] = (hidden,)
         if config.alt_up is not None:
             layer |= _alt_up_shapes(config.alt_up, hidden)
+        if config.streams is not None:
+            for part in ("attn_hc.", "ffn_hc."):
+                layer |= _stream_shapes(config.streams, part, hidden)
         if spec.experts and spec.experts.shared_inner:
             name = shared_mlp(spec.experts)
             inner = spec.experts.shared_inner
@@ -308,6 +340,8 @@ def _attention_shapes(
     hidden = config.hidden_size
     heads = config.heads_of(spec)
     head_dim = heads.dim
+    if config.shared_kv is not None:
+        return _shared_kv_shapes(config, config.shared_kv, spec)
     if config.latent is not None:
         of_latent = _latent_shapes(config, config.latent, layer, stored)
         return of_latent | _indexer_shapes(config, spec)
@@ -388,6 +422,49 @@ def _indexer_shapes(config: ModelConfig, spec: LayerSpec) -> Shapes:
         shapes["wk.weight"] = (indexer.dim, hidden)
         shapes["weights_proj.weight"] = (indexer.num_heads, hidden)
     return {f"self_attn.indexer.{name}": shape for name, shape in shapes.items()}
+
+
+def _shared_kv_shapes(config: ModelConfig, sizes: SharedKv, spec: LayerSpec) -> Shapes:
+    """Returns the shapes of a layer's attention and compressor: the table in this module's
+    docstring."""
+    hidden, dim = config.hidden_size, config.head_dim
+    width = config.num_attention_heads * dim
+    narrow = sizes.num_groups * sizes.out_rank
+    shapes: Shapes = {
+        "q_a_proj.weight": (sizes.q_rank, hidden),
+        "q_a_norm.weight": (sizes.q_rank,),
+        "q_b_proj.weight": (width, sizes.q_rank),
+        "kv_proj.weight": (dim, hidden),
+        "kv_norm.weight": (dim,),
+        "o_a_proj.weight": (narrow, width // sizes.num_groups),
+        "o_b_proj.weight": (hidden, narrow),
+        "sinks": (config.num_attention_heads,),
+    }
+    if (compressor := spec.compressor) is not None:
+        overlap = 1 if compressor.indexer is None else 2
+        for part, entry_dim in zip(
+            ("compressor", "compressor.indexer"), compressor.dims, strict=False
+        ):
+            shapes[f"{part}.kv_proj.weight"] = (overlap * entry_dim, hidden)
+            shapes[f"{part}.gate_proj.weight"] = (overlap * entry_dim, hidden)
+            shapes[f"{part}.position_bias"] = (compressor.rate, overlap * entry_dim)
+            shapes[f"{part}.kv_norm.weight"] = (entry_dim,)
+        if (indexer := compressor.indexer) is not None:
+            heads = indexer.num_heads
+            shapes["compressor.indexer.q_b_proj.weight"] = (heads * indexer.dim, sizes.q_rank)
+            shapes["compressor.indexer.scorer.weights_proj.weight"] = (heads, hidden)
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
+
+
+def _stream_shapes(sizes: Streams, name: str, hidden: int) -> Shapes:
+    num = sizes.num
+    is_head = name == HEAD_STREAMS
+    num_out = num if is_head else num * (2 + num)
+    return {
+        f"{name}fn": (num_out, num * hidden),
+        f"{name}base": (num_out,),
+        f"{name}scale": (1 if is_head else 3,),
+    }
 
 
 def _alt_up_shapes(sizes: AltUp, hidden: int) -> Shapes:

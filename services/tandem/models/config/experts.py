@@ -31,7 +31,7 @@ class Experts:
     is the weighted sum of the outputs of these experts.
 
     The weights are computed from the router's logits: by softmax over all experts, by softmax over
-    the chosen experts, or with `has_sigmoids` by sigmoid.
+    the chosen experts, or with `has_sigmoids` or `has_roots` for each expert on its own.
     """
 
     num: int
@@ -40,6 +40,9 @@ class Experts:
     is_normalized: bool  # True: weights are divided by their sum before `scale` is applied.
     has_biases: bool = False  # True: the router and all matrices of the experts have biases.
     has_sigmoids: bool = False  # True: the score of an expert is sigmoid(logit), not a softmax.
+    # True: the score of an expert is the square root of softplus(logit), not a softmax.
+    has_roots: bool = False
+    has_table: bool = False  # True: a table has the experts that are chosen for each token id.
     is_corrected: bool = False  # True: experts are ranked by their score plus a learned bias.
     # True: the weight of an expert multiplies the expert's input instead of its output.
     weighs_inputs: bool = False
@@ -87,6 +90,7 @@ def read_experts(
         is_normalized=not has_own_size or flag(config, "norm_topk_prob"),
         has_biases=family.experts == "gpt_oss",
         has_sigmoids=family.has_sigmoids,
+        has_roots=family.has_deepseek_v4_layers,
         is_corrected=family.is_corrected,
         weighs_inputs=family.weighs_inputs,
         groups=_groups(config, family, num, top_k) if is_deepseek else None,

@@ -137,6 +137,7 @@ class Family:
         values are normalized, and each layer has a scalar and may have embeddings of its own. Its
         experts and its dense MLP are side by side, with norms of their own.
     has_alt_up: the layers are Gemma 3n's (gemma3n.py).
+    has_deepseek_v4_layers: the layers are DeepSeek V4's (deepseek_v4.py).
     is_latent: attention is latent (latent.py).
     indexer: the layers that have an indexer, which chooses the tokens to which a query attends
         (indexer.py):
@@ -183,7 +184,8 @@ class Family:
         `attn_logit_softcapping`).
     key_names: name of a key of config.json in this package -> name that it has in this family.
     tensor_names: part of the name of a tensor in this family's checkpoints -> the part that stands
-        there in this package.
+        there in this package. ^ stands for the beginning of the name. Rules apply one after the
+        other.
     refuses: keys that must be absent, null or false.
     demands: keys that must be absent or have one of the values listed for the key.
     defaults: values of keys that are absent from config.json.
@@ -221,6 +223,7 @@ class Family:
     has_rotary_dim: bool = False
     has_gemma4_layers: bool = False
     has_alt_up: bool = False
+    has_deepseek_v4_layers: bool = False
     is_latent: bool = False
     indexer: Indexers = ""
     linear: Linear = ""
@@ -267,6 +270,47 @@ _QWEN_LINEAR_DEFAULTS = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+}
+
+# DeepSeek V4 as DeepSeek names its tensors, and as transformers writes them.
+_DEEPSEEK_V4_NAMES = {
+    "^embed.": "model.embed_tokens.",
+    "^head.": "lm_head.",
+    "^norm.": "model.norm.",
+    "^layers.": "model.layers.",
+    "^hc_head_": "model.hc_head.hc_",
+    ".attn.indexer.compressor.wkv.": ".self_attn.compressor.indexer.kv_proj.",
+    ".attn.indexer.compressor.wgate.": ".self_attn.compressor.indexer.gate_proj.",
+    ".attn.indexer.compressor.norm.": ".self_attn.compressor.indexer.kv_norm.",
+    ".attn.indexer.compressor.ape": ".self_attn.compressor.indexer.position_bias",
+    ".attn.indexer.weights_proj.": ".self_attn.compressor.indexer.scorer.weights_proj.",
+    ".attn.indexer.wq_b.": ".self_attn.compressor.indexer.q_b_proj.",
+    ".attn.compressor.wkv.": ".self_attn.compressor.kv_proj.",
+    ".attn.compressor.wgate.": ".self_attn.compressor.gate_proj.",
+    ".attn.compressor.norm.": ".self_attn.compressor.kv_norm.",
+    ".attn.compressor.ape": ".self_attn.compressor.position_bias",
+    ".attn.attn_sink": ".self_attn.sinks",
+    ".attn.wq_a.": ".self_attn.q_a_proj.",
+    ".attn.wq_b.": ".self_attn.q_b_proj.",
+    ".attn.q_norm.": ".self_attn.q_a_norm.",
+    ".attn.wkv.": ".self_attn.kv_proj.",
+    ".attn.norm.": ".self_attn.kv_norm.",  # written by transformers
+    ".attn.kv_norm.": ".self_attn.kv_norm.",
+    ".attn.wo_a.": ".self_attn.o_a_proj.",
+    ".attn.wo_b.": ".self_attn.o_b_proj.",
+    ".attn_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".hc_attn_base": ".attn_hc.base",
+    ".hc_attn_fn": ".attn_hc.fn",
+    ".hc_attn_scale": ".attn_hc.scale",
+    ".hc_ffn_base": ".ffn_hc.base",
+    ".hc_ffn_fn": ".ffn_hc.fn",
+    ".hc_ffn_scale": ".ffn_hc.scale",
+    ".ffn.": ".mlp.",
+    ".gate.bias": ".gate.e_score_correction_bias",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
 }
 
 # LFM2 and later: short convolutions beside attention.
@@ -555,6 +599,55 @@ FAMILIES: Mapping[str, Family] = {
             "rms_norm_eps": 1e-5,
             "topk_group": 1,
             "v_head_dim": 256,
+        },
+    ),
+    "DeepseekV4ForCausalLM": Family(
+        windows="all",
+        biases="none",
+        has_rope_by_kind=True,
+        has_partial_rope=True,
+        scalings=("yarn",),
+        is_length_scaled=True,
+        experts="deepseek",
+        is_corrected=True,
+        has_deepseek_v4_layers=True,
+        has_extra_layers=True,
+        has_sinks=True,
+        has_clamped_gates=True,
+        key_names={"intermediate_size": "moe_intermediate_size"},
+        tensor_names=_DEEPSEEK_V4_NAMES,
+        refuses=("attention_bias", "mlp_bias", "quantization_config", "expert_dtype"),
+        demands={
+            "hidden_act": ("silu", "swish"),
+            "n_group": (1,),
+            "n_shared_experts": (1,),
+            "norm_topk_prob": (True,),
+            "num_key_value_heads": (1,),
+            "scoring_func": ("sqrtsoftplus",),
+            "topk_group": (1,),
+        },
+        defaults={
+            "hc_mult": 4,
+            "hc_sinkhorn_iters": 20,
+            "head_dim": 512,
+            "index_head_dim": 128,
+            "index_n_heads": 64,
+            "index_topk": 512,
+            "intermediate_size": 2048,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 6,
+            "num_key_value_heads": 1,
+            "o_groups": 8,
+            "o_lora_rank": 1024,
+            "q_lora_rank": 1024,
+            "rms_norm_eps": 1e-6,
+            "routed_scaling_factor": 1.5,
+            "sliding_window": 128,
+            "topk_group": 1,
         },
     ),
     "SmolLM3ForCausalLM": Family(

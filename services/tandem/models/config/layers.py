@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.errors import UnsupportedModel
+from tandem.models.config.compressor import Compressor
 from tandem.models.config.experts import Experts, read_experts
 from tandem.models.config.families import Family
 from tandem.models.config.fields import (
@@ -73,6 +74,9 @@ class LayerSpec:
     indexer: Indexer | None = None
     # True: a query attends to the tokens that the last earlier layer with an indexer has chosen.
     shares_choice: bool = False
+    # Compressed attention: makes the entries to which a query attends beside the tokens in the
+    # window. None: there are no entries.
+    compressor: Compressor | None = None
     heads: Heads | None = None  # None: the layer has the model's heads
     # Number of the earlier layer whose keys and values this layer reads. None: the layer has its
     # own.
@@ -108,7 +112,7 @@ def read_layers(
         if not have_window and family.rope_in_windows == "only":
             raise UnsupportedModel("sliding_window is None; it must be a positive number of tokens")
         have_rope = slide if have_window else have_rope
-    if not family.indexer:
+    if not (family.indexer or family.has_deepseek_v4_layers):
         _check_layer_types(config, slide if window else [False] * num_layers, _local_kind(family))
     # Layers whose heads differ from those of layers without a window need a KV group of their own.
     has_own_heads = family.has_gemma4_layers or family.has_mimo_layers

@@ -12,6 +12,14 @@ from typing import Any, Literal
 
 from tandem.common.dtypes import IndexKeys
 from tandem.errors import UnsupportedModel
+from tandem.models.config.deepseek_v4 import (
+    SharedKv,
+    Streams,
+    read_shared_kv,
+    read_streams,
+    with_deepseek_v4_layers,
+    with_plain_keys,
+)
 from tandem.models.config.experts import has_experts
 from tandem.models.config.falcon_h1 import LayerFactors, read_layer_factors
 from tandem.models.config.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
@@ -65,11 +73,12 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class GateClamp:
-    """Clamped SwiGLU of gpt-oss: g * sigmoid(alpha * g) * (u + 1). The gate g is clamped to at most
+    """Clamped SwiGLU: g * sigmoid(alpha * g) * (u + offset). The gate g is clamped to at most
     `limit`, and the up projection u is clamped to [-limit, limit]."""
 
     alpha: float
     limit: float
+    offset: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,9 @@ class ModelConfig:
     # Part of a tensor's name in checkpoints -> the part that stands there in this package.
     tensor_names: Mapping[str, str] = field(default_factory=dict)
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
+    # Sizes of attention with one KV head whose keys are its values. None: values are not keys.
+    shared_kv: SharedKv | None = None
+    streams: Streams | None = None  # None: the residual stream is one stream.
     has_attention_gates: bool = False  # True: attention's output is multiplied by sigmoid(gate).
     has_head_gates: bool = False  # True: each head's output is multiplied by sigmoid(gate).
     value_dim: int | None = None  # number of elements of a head's value; None: as of its key
@@ -163,6 +175,8 @@ class ModelConfig:
     @property
     def rope_dim(self) -> int:
         """Number of elements of a head that RoPE may rotate."""
+        if self.shared_kv is not None:
+            return self.shared_kv.rope_dim
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
@@ -198,7 +212,7 @@ class ModelConfig:
         for index, (_, ours) in enumerate(rules):
             name = name.replace(ours, ours.replace(ours.strip("."), f"<{index}>"))
         for index, (own, _) in enumerate(rules):
-            name = name.replace(f"<{index}>", own.strip("."))
+            name = name.replace(f"<{index}>", own.strip("^."))
         return name
 
     def heads_of(self, layer: LayerSpec) -> Heads:
@@ -260,6 +274,13 @@ class ModelConfig:
         out_key = "attention_out_bias" if family.biases == "config_apart" else "attention_bias"
         max_model_len = _max_model_len(config, family)
         layers = read_layers(config, family, size(config, "num_hidden_layers"), max_model_len)
+        shared_kv = None
+        if family.has_deepseek_v4_layers:
+            layers = with_deepseek_v4_layers(layers, config)
+            shared_kv = read_shared_kv(config, [layer.rope for layer in layers])
+            layers = tuple(
+                replace(each, rope=replace(each.rope, rotary_share=1.0)) for each in layers
+            )
         if latent is not None and family.has_partial_rope:
             layers = tuple(replace(each, rope=latent.whole_rope(each.rope)) for each in layers)
         _check_ropes(layers, family, latent.rope_dim if latent else head_dim)
@@ -314,6 +335,8 @@ class ModelConfig:
             has_rope_pairs=family.has_rope_pairs,
             tensor_names=_tensor_names(config, family),
             latent=latent,
+            shared_kv=shared_kv,
+            streams=read_streams(config) if family.has_deepseek_v4_layers else None,
             has_attention_gates=family.has_attention_gates,
             has_head_gates=family.has_head_gates,
             value_dim=size(config, "v_head_dim") if family.has_mimo_layers else None,
@@ -417,6 +440,8 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         filled["intermediate_size"] = filled["shared_intermediate_size"]
     if "block_auto_adjust_ff_dim" in family.defaults and flag(filled, "block_auto_adjust_ff_dim"):
         filled["intermediate_size"] = _adjusted(filled)
+    if family.has_deepseek_v4_layers:
+        return with_plain_keys(filled)
     if config.get("rope_parameters") is None:  # Older files call the field `rope_scaling`.
         scaled = bool(config.get("rope_scaling"))
         filled["rope_parameters"] = None if scaled else family.defaults.get("rope_parameters")
@@ -575,6 +600,8 @@ def _multipliers(config: Mapping[str, Any], family: Family, hidden_size: int) ->
 def _gate_clamp(config: Mapping[str, Any], family: Family) -> GateClamp | None:
     if not family.has_clamped_gates:
         return None
+    if family.has_deepseek_v4_layers:
+        return GateClamp(1.0, number(config, "swiglu_limit", 10.0), offset=0.0)
     return GateClamp(number(config, "swiglu_alpha", 1.702), number(config, "swiglu_limit", 7.0))
 
 

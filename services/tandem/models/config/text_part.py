@@ -190,7 +190,10 @@ def names_in_model(
         if (own := text_name(name) if is_text_part else name) is None:
             continue
         for part, ours in (tensor_names or {}).items():
-            own = own.replace(part, ours)
+            if not part.startswith("^"):
+                own = own.replace(part, ours)
+            elif own.startswith(part[1:]):
+                own = ours + own.removeprefix(part[1:])
         if own in names:
             raise UnsupportedModel(
                 f"{names[own]} and {name} are two names of the same tensor; remove one of them"

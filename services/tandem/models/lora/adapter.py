@@ -131,6 +131,10 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
         raise UnsupportedModel("LoRA adapters are not supported for models with sparse attention")
     if any(isinstance(layer.linear, KimiDelta) for layer in model.layers):
         raise UnsupportedModel("LoRA adapters are not supported with Kimi Linear")
+    if model.shared_kv is not None:
+        raise UnsupportedModel(
+            "LoRA adapters are not supported for models with compressed attention"
+        )
     folder = Path(path).expanduser()
     file = folder / CONFIG_FILE
     if not file.is_file():

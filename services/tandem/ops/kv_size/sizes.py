@@ -74,8 +74,9 @@ def attention_name(model: ModelConfig) -> str:
 
 def kv_head_variants(model: ModelConfig) -> list[ModelConfig]:
     """Returns the model and variants with other numbers of KV heads, for comparison: as many as
-    query heads (MHA), and 1 (MQA). A model with latent attention (MLA) has no variants."""
-    if model.latent is not None:
+    query heads (MHA), and 1 (MQA). A model with latent attention (MLA) has no variants, and neither
+    has one whose keys are its values."""
+    if model.latent is not None or model.shared_kv is not None:
         return [model]
     heads = sorted({model.num_attention_heads, model.num_kv_heads, 1}, reverse=True)
     return [replace(model, num_kv_heads=count) for count in heads]

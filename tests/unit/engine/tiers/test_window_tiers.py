@@ -270,6 +270,7 @@ def test_a_folder_with_one_manifest_lost_loses_that_group(tmp_path: Path) -> Non
         ),
         pytest.param("gemma3", "auto", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "auto", marks=pytest.mark.slow),
+        ("deepseek-v4", "auto"),
     ],
 )
 def test_tiny_models_answer_the_same_wherever_their_kv_was(

@@ -4,6 +4,8 @@ block tables.
 A rule is full attention, a sliding window of one size, or linear attention, whose layers keep a
 state. For example, a model whose layers alternate between full attention and a window of 1,024
 tokens has two groups. A layer may be in no group, or have attention and a state and so be in two.
+A layer with a compressor is in three: one has its KV, one its entries, which all later tokens see,
+and one the inputs of entries, in a window (models/config/compressor.py).
 
 The pool of a group with linear attention, a *state group*, has slots in place of blocks. A slot has
 the states of all layers of the group after some number of tokens. There are two kinds of slots:
@@ -33,17 +35,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tandem.engine.cache.layout.block_layout import BlockLayout, num_blocks_of
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.cache.layout.rank_heads import RankHeads
+from tandem.engine.cache.layout.row_layout import RowLayout
 from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.errors import ConfigError
+from tandem.models.config.compressor import Compressor
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.linear_attention import LinearAttention
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_not_kv_dtype
+from tandem.models.limits import why_not_block_size, why_not_kv_dtype
 
 if TYPE_CHECKING:
     from tandem.common.config.engine import EngineOptions
@@ -308,13 +312,14 @@ class KvLayout:
         )
 
 
-# The rule by which a layer keeps KV: a window, None for full attention, or linear attention.
-Rule = int | None | LinearAttention
+# The rule by which a layer keeps KV: a window, None for full attention, linear attention, "entries"
+# for the entries of a compressor, or the compressor for the inputs of its entries.
+Rule = int | None | LinearAttention | Literal["entries"] | Compressor
 
 
 def layer_groups(model: ModelConfig) -> dict[Rule, tuple[int, ...]]:
-    """Returns the layer indices of each KV group. Full attention comes first, then windows, then
-    linear attention."""
+    """Returns the layer indices of each KV group. Full attention and entries come first, then
+    windows, then the inputs of entries, then linear attention."""
     rules = {rule for layer in model.layers for rule in _rules(layer)}
     return {
         rule: tuple(i for i, layer in enumerate(model.layers) if rule in _rules(layer))
@@ -324,13 +329,21 @@ def layer_groups(model: ModelConfig) -> dict[Rule, tuple[int, ...]]:
 
 def _rules(layer: LayerSpec) -> tuple[Rule, ...]:
     """Returns the rule of each KV group that has the layer."""
-    own = (layer.window,) if layer.has_attention and layer.kv_source is None else ()
-    return own if layer.linear is None else (*own, layer.linear)
+    rules: list[Rule] = []
+    if layer.has_attention and layer.kv_source is None:
+        rules.append(layer.window)
+    if layer.compressor is not None:
+        rules += ["entries", layer.compressor]
+    if layer.linear is not None:
+        rules.append(layer.linear)
+    return tuple(rules)
 
 
 def _order(model: ModelConfig, rule: Rule) -> tuple[int, int]:
     first = next(i for i, layer in enumerate(model.layers) if rule in _rules(layer))
-    return (0 if rule is None else 1 if isinstance(rule, int) else 2), first
+    if rule is None or rule == "entries":
+        return 0, first
+    return (1 if isinstance(rule, int) else 2 if isinstance(rule, Compressor) else 3), first
 
 
 class LayerPlace(NamedTuple):
@@ -343,7 +356,7 @@ class LayerPlace(NamedTuple):
 def layer_places(model: ModelConfig) -> list[LayerPlace | None]:
     """Returns the place of each layer's keys and values, in the order of the model's layers; None
     if it has none. A layer that reads the KV of an earlier layer has the place of that layer."""
-    places = _places(model, lambda rule: not isinstance(rule, LinearAttention))
+    places = _places(model, lambda rule: rule is None or isinstance(rule, int))
     return [
         places.get(number if layer.kv_source is None else layer.kv_source)
         for number, layer in enumerate(model.layers)
@@ -354,6 +367,26 @@ def state_places(model: ModelConfig) -> list[LayerPlace | None]:
     """Returns the place of each layer's state, in the order of the model's layers; None if it keeps
     no state."""
     places = _places(model, lambda rule: isinstance(rule, LinearAttention))
+    return [places.get(number) for number in range(model.num_layers)]
+
+
+def entry_places(model: ModelConfig) -> list[LayerPlace | None]:
+    """Returns the place of each layer's entries, in the order of the model's layers; None if it has
+    no compressor. The number of the place counts parts of blocks, of which a layer with an indexer
+    has two (layout/row_layout.py)."""
+    places: list[LayerPlace | None] = []
+    number = 0
+    group = next((n for n, rule in enumerate(layer_groups(model)) if rule == "entries"), 0)
+    for layer in model.layers:
+        places.append(LayerPlace(group, number) if layer.compressor is not None else None)
+        number += 0 if layer.compressor is None else len(layer.compressor.dims)
+    return places
+
+
+def input_places(model: ModelConfig) -> list[LayerPlace | None]:
+    """Returns the place of the inputs of each layer's entries, in the order of the model's layers;
+    None if it has no compressor."""
+    places = _places(model, lambda rule: isinstance(rule, Compressor))
     return [places.get(number) for number in range(model.num_layers)]
 
 
@@ -455,7 +488,7 @@ def model_layout(
     `computed_dtype` is the dtype of the rotated keys, which quantized latents need. Raises
     ConfigError for a dtype that the model's KV cannot have.
     """
-    if why := why_not_kv_dtype(model, dtype):
+    if why := why_not_kv_dtype(model, dtype) or why_not_block_size(model, block_size):
         raise ConfigError(why)
     rules = layer_groups(model)
     latent = model.latent
@@ -466,6 +499,14 @@ def model_layout(
                 rule, num_slots=size, num_layers=len(layers), block_size=block_size
             )
             return KvGroup(layers, block_size + 1, states)
+        sizes_of_rows = {"num_blocks": size, "block_size": block_size}
+        if isinstance(rule, Compressor):
+            inputs = RowLayout.of_inputs(rule, num_layers=len(layers), dtype=dtype, **sizes_of_rows)
+            return KvGroup(layers, rule.num_seen, inputs)
+        if rule == "entries":
+            compressors = [each.compressor for each in model.layers if each.compressor is not None]
+            entries = RowLayout.of_entries(compressors, dtype=dtype, **sizes_of_rows)
+            return KvGroup(layers, None, entries)
         return KvGroup(
             layers,
             rule,
@@ -476,7 +517,7 @@ def model_layout(
                 block_size=block_size,
                 head_dim=model.heads_of(model.layers[layers[0]]).dim,
                 dtype=dtype,
-                has_values=latent is None,
+                has_values=latent is None and model.shared_kv is None,
                 rotated=None if latent is None else latent.rotated_key(dtype, computed_dtype),
                 index=model.index_keys,
             ),

@@ -121,6 +121,8 @@ def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
     if config.alt_up is not None:
         return "only the torch kernels compute a residual stream with several copies (AltUp)"
+    if config.shared_kv is not None:
+        return "only the torch kernels compute compressed attention and several residual streams"
     for layer in config.layers:
         if layer.indexer is not None:
             return "only the torch kernels compute sparse attention"

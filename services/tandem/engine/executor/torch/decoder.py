@@ -556,17 +556,19 @@ class Decoder:
         x: torch.Tensor,
         hidden: torch.Tensor,
         lora: StepLora,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
         row, plus the output of the shared MLP. Each expert multiplies all rows for which it was
         chosen at once. `hidden` is the residual stream, which router and experts with norms of
-        their own read in place of x."""
+        their own read in place of x. `chosen` is [rows, top_k]: the experts, whatever the router's
+        logits are. None: the router chooses."""
         if experts.has_own_norms:
             return self._experts_with_norms(index, experts, weights, x, hidden, lora)
         share = self._ranks.share
         width = self._config.hidden_size
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
-        chosen, shares = choose(experts, logits, weights.correction)
+        chosen, shares = choose(experts, logits, weights.correction, chosen)
         out = self._zeros_for_experts(weights, x)
         shared = None if weights.shared is None else self._mlp(index, weights.shared, x, lora)
         if shared is not None and weights.shared_gate is not None:
@@ -718,15 +720,20 @@ def own_heads(share: Share, heads: torch.Tensor, width: int) -> torch.Tensor:
 def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate = gate.clamp(max=clamp.limit)
     up = up.clamp(-clamp.limit, clamp.limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
+    return (up + clamp.offset) * (gate * torch.sigmoid(gate * clamp.alpha))
 
 
 def choose(
-    experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
+    experts: Experts,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses experts for each row from the router's `logits`. Returns the numbers of the chosen
-    experts and the weights of the experts' outputs, both [rows, top_k]."""
-    has_plain_scores = not (experts.has_sigmoids or experts.is_corrected or experts.groups)
+    """Chooses experts for each row from the router's `logits`, unless `chosen` has them. Returns
+    the numbers of the chosen experts and the weights of the experts' outputs, both
+    [rows, top_k]."""
+    has_own_scores = experts.has_sigmoids or experts.has_roots
+    has_plain_scores = not (has_own_scores or experts.is_corrected or experts.groups)
     if has_plain_scores and experts.scale == 1.0:
         return choose_experts(logits, experts.top_k, experts.is_normalized)
     groups = experts.groups
@@ -737,7 +744,9 @@ def choose(
         groups=(groups.num, groups.top) if groups else None,
         scale=experts.scale,
         has_sigmoids=experts.has_sigmoids,
+        has_roots=experts.has_roots,
         correction=correction,
+        chosen=chosen,
     )
 
 

@@ -14,9 +14,8 @@ import torch
 from tandem.engine.scheduler.batch import StepBatch
 from tandem_kernels.attention_groups import QuerySpan, batch_order
 from tandem_kernels.block_sums import BlockShares
-from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.linear_attention import StateSpan
-from tandem_kernels.state_pool import Pool
+from tandem_kernels.state_pool import Pool, StatePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +23,13 @@ class StepInputs:
     num_tokens: int  # T: number of rows without the padding rows
     token_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
-    # Where each token's KV is stored: one result of `KvPool.token_rows`, [T, kv heads], for each KV
-    # group with keys and values. These groups come before state groups.
+    # Where each token's KV is stored: one result of `KvPool.token_rows`, [T, kv heads], or
+    # `RowPool.token_rows`, [T], for each KV group with blocks. These groups come before state
+    # groups.
     token_rows: list[torch.Tensor]
-    # For each group with keys and values, one span for each sequence.
+    # For each group with blocks, one span for each sequence.
     spans: list[list[QuerySpan]]
-    # For each KV group, one span for each sequence. Empty for groups with keys and values.
+    # For each KV group, one span for each sequence. Empty for groups with blocks.
     state_spans: list[list[StateSpan]]
     # For each row of logits, the token's row from which the logits are computed. The rows of logits
     # are in the order of the batch's slices.
@@ -44,15 +44,15 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[Pool], *, row_multiple: i
     """Creates the inputs of a step. `pools` has one pool for each KV group. State groups come
     last, and their tables have the slot of the running state."""
     slices = batch.slices
-    kv_pools = [pool for pool in pools if isinstance(pool, KvPool)]
-    block_size = kv_pools[0].block_size
-    device = kv_pools[0].device
+    block_pools = [pool for pool in pools if not isinstance(pool, StatePool)]
+    block_size = block_pools[0].block_size
+    device = block_pools[0].memory.device
     order = batch_order([s.context_len for s in slices], [s.num_tokens for s in slices])
     token_ids: list[int] = []
     positions: list[int] = []
     offsets: list[int] = []  # each token's index in its block
-    block_ids: list[list[int]] = [[] for _ in kv_pools]
-    spans: list[list[QuerySpan]] = [[] for _ in kv_pools]
+    block_ids: list[list[int]] = [[] for _ in block_pools]
+    spans: list[list[QuerySpan]] = [[] for _ in block_pools]
     state_spans: list[list[StateSpan]] = [[] for _ in pools]
     last_rows = [0] * len(slices)
     adapted: dict[str, list[int]] = defaultdict(list)
@@ -67,7 +67,7 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[Pool], *, row_multiple: i
             adapted[piece.adapter] += range(len(token_ids), len(token_ids) + piece.num_tokens)
         places = range(piece.context_len - piece.num_tokens, piece.context_len)
         for group, table in enumerate(piece.block_tables):
-            if group >= len(kv_pools):
+            if group >= len(block_pools):
                 state_spans[group].append(
                     StateSpan(len(token_ids), piece.num_tokens, places.start, table[0])
                 )
@@ -97,7 +97,7 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[Pool], *, row_multiple: i
         positions=packed[1],
         token_rows=[
             pool.token_rows(ids, packed[2, :num_tokens])
-            for pool, ids in zip(kv_pools, packed[3:, :num_tokens], strict=True)
+            for pool, ids in zip(block_pools, packed[3:, :num_tokens], strict=True)
         ],
         spans=spans,
         state_spans=state_spans,

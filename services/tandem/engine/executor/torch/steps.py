@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from tandem.engine.executor.collectives import ALONE, Collectives
+from tandem.engine.executor.torch.compressed_decoder import CompressedDecoder
 from tandem.engine.executor.torch.decoder import Decoder
 from tandem.engine.executor.torch.inputs import StepInputs, make_step_inputs
 from tandem.engine.executor.torch.lora import StepLora
@@ -111,4 +112,5 @@ class TorchSteps(DecoderSteps):
     ) -> None:
         """`weights` is the share of one of `ranks`. All ranks compute the same steps."""
         kernels = kernels_for(weights.device.type, numerics)
-        super().__init__(Decoder(config, weights, kernels, ranks), kernels)
+        kind = Decoder if config.shared_kv is None else CompressedDecoder
+        super().__init__(kind(config, weights, kernels, ranks), kernels)

@@ -59,6 +59,8 @@ class ExpertWeights:
     # [experts], float32: added to the router's scores to choose experts. The weights of the chosen
     # experts are computed from the scores without this addition.
     correction: torch.Tensor | None = None
+    # [vocab, top_k]: the experts that are chosen for each token id. None: the router chooses.
+    table: torch.Tensor | None = None
     # Norms [hidden] of `Experts.has_own_norms`: of the router's input, of the experts' input, and
     # of the outputs of the experts and of `shared`. None: router, experts and `shared` have one
     # input, and no norm.
@@ -99,6 +101,57 @@ class IndexerWeights:
     # [heads, hidden], float32: computes the weights of the heads. They include the factor
     # 1 / sqrt(heads * dim). None: heads have no weights.
     head_weights: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKvWeights:
+    """The additional weights of attention with one KV head whose keys are its values
+    (tandem/models/config/deepseek_v4.py)."""
+
+    q_norm: torch.Tensor  # [q rank], float32: the norm of a query's latent
+    q_out: Linear  # [heads * head_dim, q rank]: computes the queries from the latent
+    kv_norm: torch.Tensor  # [head_dim], float32
+    # [groups, out rank, heads * head_dim / groups]: multiplied by the outputs of a group's heads
+    out_groups: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EntryWeights:
+    """The weights with which a compressor makes one kind of entry."""
+
+    bias: torch.Tensor  # [rate, dim or 2 dim], float32: added to the gates of a run's tokens
+    norm: torch.Tensor  # [dim], float32
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorWeights:
+    """The weights of a layer's compressor (tandem/models/config/compressor.py)."""
+
+    # Compute the inputs and the gates of each kind of entry: [dim or 2 dim, hidden] each.
+    inputs: tuple[Linear, ...]
+    parts: tuple[EntryWeights, ...]  # one for each kind of entry
+    # Those of the indexer: [heads * dim, q rank], and [heads, hidden] in float32, as in
+    # `IndexerWeights`.
+    queries: torch.Tensor | None = None
+    head_weights: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """The weights that compute from the residual streams how they are mixed, all in float32. There
+    are streams * (2 + streams) outputs and 3 scales, or streams outputs and 1 scale."""
+
+    matrix: torch.Tensor  # [outputs, streams * hidden]
+    base: torch.Tensor  # [outputs]
+    scale: torch.Tensor  # [scales]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStreamWeights:
+    """The weights of the streams before attention and before the MLP."""
+
+    attention: StreamWeights
+    mlp: StreamWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +228,8 @@ class LayerWeights:
 
     # The matrices q, k and v, or one matrix with the rows of all three. With latent attention, two
     # matrices, or one with the rows of both: the first computes the queries or the latent of the
-    # queries, the second the KV. In a layer that keeps a state, the rows are:
+    # queries, the second the KV. If keys are values, the same. In a layer that keeps a state, the
+    # rows are:
     #   Gated DeltaNet      the channels of the convolution, the output gates z [outputs], and b and
     #                       a [value heads] each
     #   Kimi Delta          the channels of the convolution, b [heads], and the inputs of
@@ -209,6 +263,9 @@ class LayerWeights:
     # None: the residual stream has no copies.
     alt_up: AltUpWeights | None = None
     laurel: LaurelWeights | None = None
+    shared_kv: SharedKvWeights | None = None  # None: keys are not values.
+    compressor: CompressorWeights | None = None  # None: the layer has no compressor
+    streams: LayerStreamWeights | None = None  # None: the residual stream is one stream.
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +280,7 @@ class ModelWeights:
     output_blocks: Quantized | None = None
     per_layer: PerLayerWeights | None = None  # None: tokens have no embeddings for layers
     copies: CopyWeights | None = None  # None: the residual stream has no copies
+    head_streams: StreamWeights | None = None  # None: the residual stream is one stream
     # The address ranges at which the checkpoint's files are mapped.
     pages: FilePages = field(default_factory=FilePages)
 

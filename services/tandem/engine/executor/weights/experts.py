@@ -10,6 +10,7 @@ import torch
 
 from tandem.engine.executor.weights.decoder_weights import ExpertWeights, Linear, Mlp
 from tandem.engine.executor.weights.tensors_by_name import TensorsByName
+from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
 from tandem.models.checkpoint.weight_shapes import EXPERT_NORMS, EXPERT_SCALES, ROUTER_SCALE
 from tandem.models.config.experts import Experts
@@ -35,10 +36,24 @@ def load_experts(
             if experts.has_shared_gate
             else None
         ),
+        table=_table(tensors, f"{layer}.{names.table}", experts) if experts.has_table else None,
         correction=tensors.floats(correction).flatten() if experts.is_corrected else None,
         mlps=tuple(Mlp(gate_up, down[0]) for gate_up, down in zip(gate_ups, downs, strict=True)),
         **(_own_norms(tensors, layer) if experts.has_own_norms else {}),
     )
+
+
+def _table(tensors: TensorsByName, name: str, experts: Experts) -> torch.Tensor:
+    """Returns the experts of each token id, [vocab, top_k]. Raises UnsupportedModel if one of them
+    does not exist."""
+    table = tensors.integers(name)
+    lowest, highest = table.aminmax()
+    if lowest < 0 or highest >= experts.num:
+        raise UnsupportedModel(
+            f"{name} has numbers from {int(lowest)} to {int(highest)}; experts have the numbers "
+            f"from 0 to {experts.num - 1}"
+        )
+    return table
 
 
 def _own_norms(tensors: TensorsByName, layer: str) -> dict[str, torch.Tensor]:

@@ -20,19 +20,24 @@ import torch
 from tandem.engine.executor.weights.checkpoint import check_tied, map_files
 from tandem.engine.executor.weights.decoder_weights import (
     AltUpWeights,
+    CompressorWeights,
     CopyWeights,
+    EntryWeights,
     ExpertWeights,
     IndexerWeights,
     LatentWeights,
     LaurelWeights,
     LayerInputWeights,
+    LayerStreamWeights,
     LayerWeights,
     Linear,
     Mlp,
     ModelWeights,
     PerLayerWeights,
     Quantized,
+    SharedKvWeights,
     StateWeights,
+    StreamWeights,
 )
 from tandem.engine.executor.weights.experts import load_experts
 from tandem.engine.executor.weights.released_memory import FilePages
@@ -63,6 +68,7 @@ from tandem.models.checkpoint.weight_shapes import (
     COPY_PROJECTIONS,
     EMBEDDING,
     FINAL_NORM,
+    HEAD_STREAMS,
     LAYER_EMBEDDING,
     LAYER_NORM,
     LAYER_PROJECTION,
@@ -70,6 +76,8 @@ from tandem.models.checkpoint.weight_shapes import (
     OUTPUT,
     norm_names,
 )
+from tandem.models.config.compressor import Compressor
+from tandem.models.config.deepseek_v4 import SharedKv
 from tandem.models.config.experts import Experts
 from tandem.models.config.indexer import Indexer
 from tandem.models.config.latent import Latent
@@ -141,6 +149,7 @@ def load_weights(
             output_blocks=output.blocks,
             per_layer=builder.per_layer(),
             copies=builder.copies(),
+            head_streams=builder.head_streams(),
         )
     output = share_of_outputs(output, share)
     own = share.of(config.hidden_size)
@@ -280,6 +289,19 @@ class _Builder:
             )
         if not spec.has_attention:
             return LayerWeights(qkv=(), attention_out=None, mlp=mlp, **norms)
+        if self._config.shared_kv is not None:
+            return LayerWeights(
+                qkv=tensors.joined(f"{attention}.q_a_proj", f"{attention}.kv_proj"),
+                attention_out=tensors.linear(f"{attention}.o_b_proj"),
+                mlp=mlp,
+                sinks=tensors.floats(f"{attention}.sinks"),
+                shared_kv=self._shared_kv(attention, self._config.shared_kv),
+                compressor=self._compressor(f"{attention}.compressor", spec.compressor),
+                streams=LayerStreamWeights(
+                    self._streams(f"{name}.attn_hc."), self._streams(f"{name}.ffn_hc.")
+                ),
+                **norms,
+            )
         if self._config.qk_norm == "rotated_plain" and spec.rope.theta is not None:
             norms["q_norm"] = norms["k_norm"] = self._tensors.ones(self._config.head_dim)
         elif self._config.qk_norm and self._config.qk_norm != "rotated_plain":
@@ -349,6 +371,47 @@ class _Builder:
         )
         return CopyWeights(make, merge)
 
+    def head_streams(self) -> StreamWeights | None:
+        """Returns the weights of the last sum of the streams; None if there is one stream."""
+        return None if self._config.streams is None else self._streams(HEAD_STREAMS)
+
+    def _streams(self, name: str) -> StreamWeights:
+        floats = self._tensors.floats
+        return StreamWeights(*(floats(f"{name}{part}") for part in ("fn", "base", "scale")))
+
+    def _shared_kv(self, name: str, sizes: SharedKv) -> SharedKvWeights:
+        out = self._tensors.tensor(f"{name}.o_a_proj.weight")
+        return SharedKvWeights(
+            q_norm=self.norm(f"{name}.q_a_norm.weight"),
+            q_out=self._tensors.linear(f"{name}.q_b_proj"),
+            kv_norm=self.norm(f"{name}.kv_norm.weight"),
+            out_groups=out.view(sizes.num_groups, sizes.out_rank, -1),
+        )
+
+    def _compressor(self, name: str, sizes: Compressor | None) -> CompressorWeights | None:
+        if sizes is None:
+            return None
+        tensors = self._tensors
+        names = [name] if sizes.indexer is None else [name, f"{name}.indexer"]
+        queries = head_weights = None
+        if (indexer := sizes.indexer) is not None:
+            queries = tensors.tensor(f"{name}.indexer.q_b_proj.weight")
+            factor = (indexer.num_heads * indexer.dim) ** -0.5
+            head_weights = tensors.floats(f"{name}.indexer.scorer.weights_proj.weight") * factor
+        return CompressorWeights(
+            inputs=tensors.joined(
+                *(f"{each}.{part}_proj" for each in names for part in ("kv", "gate"))
+            ),
+            parts=tuple(
+                EntryWeights(
+                    tensors.floats(f"{each}.position_bias"), self.norm(f"{each}.kv_norm.weight")
+                )
+                for each in names
+            ),
+            queries=queries,
+            head_weights=head_weights,
+        )
+
     def _alt_up(self, name: str) -> AltUpWeights | None:
         if self._config.alt_up is None:
             return None
@@ -380,8 +443,9 @@ class _Builder:
 
     def norm(self, name: str) -> torch.Tensor:
         """Returns the weights of a norm. If the model adds an offset to them, the result includes
-        the offset and is in float32. In bfloat16, 1 + 0.001 would be rounded to 1."""
-        if not self._config.norm_offset:
+        the offset and is in float32. In bfloat16, 1 + 0.001 would be rounded to 1. The norms of
+        DeepSeek V4 are in float32, too."""
+        if not self._config.norm_offset and self._config.shared_kv is None:
             return self._tensors.tensor(name)
         return self._tensors.floats(name) + self._config.norm_offset
 

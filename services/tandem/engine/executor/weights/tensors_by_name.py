@@ -67,6 +67,9 @@ class TensorsByName:
     def floats(self, name: str) -> torch.Tensor:
         return self.dense(name).to(device=self._device, dtype=torch.float32)
 
+    def integers(self, name: str) -> torch.Tensor:
+        return self.dense(name).to(device=self._device, dtype=torch.long)
+
     def dense(self, name: str) -> torch.Tensor:
         """Returns a tensor in the dtype of the checkpoint. A quantized tensor is dequantized."""
         stored = self._stored[name]
