@@ -141,27 +141,6 @@ PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
         {"projector_hidden_size": 16},
     ),
-    "kimi-k2.5": (
-        "kimi_k25",
-        {
-            "model_type": "deepseek_v3",
-            "num_key_value_heads": 6,
-            "kv_lora_rank": 40,
-            "q_lora_rank": 28,
-            "qk_nope_head_dim": 24,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 20,
-            "n_routed_experts": 12,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 44,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-        {name: size for name, size in VISION.items() if name != "image_size"}
-        | {"pos_emb_height": 2, "pos_emb_width": 2, "pos_emb_time": 1},
-        {"tie_word_embeddings": False, "projection_hidden_size": 16},
-    ),
     "qwen3-vl-moe": (
         "qwen3_vl_moe",
         {
@@ -332,15 +311,16 @@ def test_shards(tmp_path: Path) -> None:
     assert_equal(folder, expected(model))
 
 
-def test_kimi_k2_5_with_the_keys_of_published_folders(tmp_path: Path) -> None:
-    make("kimi-k2.5", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    published = config | {
+def test_kimi_k2_5_is_read_under_the_names_of_published_folders_and_of_transformers() -> None:
+    text = SIZES | {"num_key_value_heads": 6, "num_experts_per_tok": 2, "model_type": "deepseek_v3"}
+    config = {"architectures": ["Kimi_K25ForConditionalGeneration"], "text_config": text}
+    published = {
         "architectures": ["KimiK25ForConditionalGeneration"],
-        "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
-        "text_config": config["text_config"] | {"model_type": "kimi_k2"},
+        "text_config": text | {"model_type": "kimi_k2"},
     }
-    assert ModelConfig.from_hf(published) == ModelConfig.from_hf(config)
+    found = ModelConfig.from_hf(published)
+    assert found == ModelConfig.from_hf(config)
+    assert (found.architecture, found.is_text_part) == ("DeepseekV3ForCausalLM", True)
 
 
 def test_a_flat_config_of_qwen2_vl(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.cache.layout.kv_groups import (
     LayerPlace,
     layer_groups,
@@ -14,7 +15,7 @@ from tandem.engine.cache.layout.kv_groups import (
     state_places,
 )
 from tandem.engine.cache.layout.state_layout import PIECE_BYTES_MAX, StateLayout
-from tandem.errors import UnsupportedModel
+from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.config.linear_attention import (
     GatedDelta,
     KimiDelta,
@@ -23,6 +24,8 @@ from tandem.models.config.linear_attention import (
     ShortConv,
 )
 from tandem.models.config.model import ModelConfig
+from tandem.models.limits import check_settings
+from tandem.models.lora.adapter import open_lora
 
 SIZES = {
     "vocab_size": 128,
@@ -131,6 +134,14 @@ def test_kimi_linear_as_it_is_published() -> None:
     assert config.latent.q_rank is None
     default = read(KIMI, linear_attn_config=None, num_hidden_layers=6)
     assert [layer.has_attention for layer in default.layers] == [*[False] * 4, True, False]
+
+
+def test_kimi_linear_has_no_adapters_and_no_ranks() -> None:
+    config = read(KIMI)
+    with pytest.raises(ConfigError, match="tensor-parallel is 2; it must be 1 with Kimi Linear"):
+        check_settings(EngineConfig(model="", tensor_parallel=2), config)
+    with pytest.raises(UnsupportedModel, match="LoRA adapters are not supported with Kimi"):
+        open_lora("adapter", config, rank_max=8)
 
 
 def with_kimi_layers(**changes: Any) -> dict[str, Any]:
