@@ -45,8 +45,8 @@ class RowPool:
         self.block_size = layout.block_size
         numbers = memory.view(_DTYPES[layout.dtype])
         sizes = [part.num * part.dim for part in layout.parts]
-        self._parts = [
-            own.unflatten(1, (part.num, part.dim))
+        self._parts: list[torch.Tensor] = [
+            torch.unflatten(own, 1, (part.num, part.dim))
             for own, part in zip(torch.split(numbers, sizes, 1), layout.parts, strict=True)
         ]
 

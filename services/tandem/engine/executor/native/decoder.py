@@ -97,6 +97,7 @@ from tandem_kernels.native.library import (
 from tandem_kernels.native.state import TAPS_MAX
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.sampling import Draw, sample
+from tandem_kernels.row_pool import RowPool
 from tandem_kernels.state_pool import Pool, StatePool
 
 _HEAD_MAX = 512  # the largest head size that kv_int4.h supports
@@ -765,17 +766,17 @@ def _kv_kind_of(pool: Pool) -> Kind:
 def _kv_groups_of(pools: Sequence[Pool]) -> Array[KvGroup]:
     """Returns the structs that describe each KV group's pool to the C++ kernels. `forward` sets the
     fields for slots and block tables in each step."""
-    return (KvGroup * len(pools))(
-        *(
-            KvGroup(
-                kv=pool.memory.data_ptr(),
-                block_bytes=pool.layout.block_bytes,
-                head_bytes=pool.layout.head_bytes,
-                layer_bytes=pool.layout.layer_bytes,
-                **_static_fields(None if isinstance(pool, StatePool) else pool.static),
-            )
-            for pool in pools
-        )
+    return (KvGroup * len(pools))(*map(_kv_group_of, pools))
+
+
+def _kv_group_of(pool: Pool) -> KvGroup:
+    assert not isinstance(pool, RowPool)  # `why_not_native` refuses models with such pools
+    return KvGroup(
+        kv=pool.memory.data_ptr(),
+        block_bytes=pool.layout.block_bytes,
+        head_bytes=pool.layout.head_bytes,
+        layer_bytes=pool.layout.layer_bytes,
+        **_static_fields(None if isinstance(pool, StatePool) else pool.static),
     )
 
 

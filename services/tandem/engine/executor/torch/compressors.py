@@ -156,8 +156,8 @@ class StepCompressors:
         """Returns the entries of runs, [N, dim], from the inputs and gates of their tokens, fp32
         [N, tokens, dim or 2 dim]. With overlap, the first tokens are those of the run before."""
         rate, width = weights.bias.shape
-        gates = gates.unflatten(1, (-1, rate)) + weights.bias
-        own = own.unflatten(1, (-1, rate))
+        gates = torch.unflatten(gates, 1, (-1, rate)) + weights.bias
+        own = torch.unflatten(own, 1, (-1, rate))
         if own.shape[1] == 2:
             halves = torch.split(gates, width // 2, -1), torch.split(own, width // 2, -1)
             gates, own = (torch.cat((a[:, :1], b[:, 1:]), 1) for a, b in halves)
@@ -217,8 +217,10 @@ def _ending_runs(
     if not firsts:
         return None
     device = pool.memory.device
-    joined = [torch.cat(each).to(device) for each in (input_rows, are_missing, entry_rows, firsts)]
-    return _Runs(*joined[:3], rotary_angles(joined[3], *tables))
+    inputs, is_missing, entries, first_tokens = (
+        torch.cat(each).to(device) for each in (input_rows, are_missing, entry_rows, firsts)
+    )
+    return _Runs(inputs, is_missing, entries, rotary_angles(first_tokens, *tables))
 
 
 def _seen(

@@ -80,7 +80,7 @@ def _weighted(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(matrix: torch.Tensor, dim: int) -> torch.Tensor:
-    first, *others = matrix.split(1, dim)
+    first, *others = torch.split(matrix, 1, dim)
     for each in others:
         first = first + each
     return first
