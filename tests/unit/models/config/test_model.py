@@ -108,7 +108,7 @@ def test_generation_config_decides_what_ends_a_sequence():
     ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported.*Qwen3"),
-        ({"architectures": ["DeepseekV4ForCausalLM"]}, "DeepseekV4ForCausalLM is not supported"),
+        ({"architectures": ["Rwkv7ForCausalLM"]}, "Rwkv7ForCausalLM is not supported"),
         ({"architectures": []}, "none named"),
         ({"quantization_config": {"quant_method": "x"}}, "quant_method is 'x'"),
         (

@@ -96,8 +96,8 @@ from tandem_kernels.native.library import (
 )
 from tandem_kernels.native.state import TAPS_MAX
 from tandem_kernels.rope import rotary_angles
-from tandem_kernels.sampling import Draw, sample
 from tandem_kernels.row_pool import RowPool
+from tandem_kernels.sampling import Draw, sample
 from tandem_kernels.state_pool import Pool, StatePool
 
 _HEAD_MAX = 512  # the largest head size that kv_int4.h supports
