@@ -41,6 +41,9 @@ class QuerySpan:
     # last b keys of its context. None: a query attends to all keys.
     visible: tuple[int, int] | None = None
     shares: BlockShares | None = None  # adds up the softmax weights per block; None: not needed
+    # Number of tokens by which the memory of a group is bounded. None: those to which the layer
+    # attends. A layer with `Entries` has some for the whole context, although it has a window.
+    counted_len: int | None = None
 
 
 class Entries(NamedTuple):
@@ -136,6 +139,7 @@ def _within(span: QuerySpan, window: int, block_size: int, padded_to: int) -> Qu
         span.num_queries,
         span.context_len - num_blocks * block_size,
         span.block_table[num_blocks:],
+        counted_len=span.counted_len,
     )  # In a layer with a window, `visible` is not used.
 
 
@@ -153,9 +157,13 @@ def _split(spans: Sequence[QuerySpan]) -> Iterator[list[QuerySpan]]:
 def _fits(part: list[QuerySpan], span: QuerySpan) -> bool:
     if span.num_queries > 1 or part[0].num_queries > 1:
         return False
-    shortest = max(part[0].context_len, _SMALL_CONTEXT_TOKENS)
-    gathered = (len(part) + 1) * span.context_len
-    return span.context_len <= 2 * shortest and gathered <= _GATHERED_TOKENS_MAX
+    shortest = max(_counted(part[0]), _SMALL_CONTEXT_TOKENS)
+    gathered = (len(part) + 1) * _counted(span)
+    return _counted(span) <= 2 * shortest and gathered <= _GATHERED_TOKENS_MAX
+
+
+def _counted(span: QuerySpan) -> int:
+    return span.context_len if span.counted_len is None else span.counted_len
 
 
 def _group(part: list[QuerySpan], pool: KvPool, padded_to: int) -> AttentionGroup:

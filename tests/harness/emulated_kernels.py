@@ -46,7 +46,7 @@ def build() -> Path:
 
     with tempfile.TemporaryDirectory() as name:
         sources = Path(name)
-        for path in sorted(native_build.SOURCES.glob("*.[hc]*")):
+        for path in (*native_build.SOURCES.glob("*.h"), *native_build.SOURCES.glob("*.cpp")):
             text = path.read_text()
             for pattern, replacement in _EDITS:
                 text = re.sub(pattern, replacement, text)

@@ -15,7 +15,7 @@ inline float* copy_of(const Model& model, const Rows& rows, size_t row, int copy
 }
 
 // Returns the sum of products of two vectors.
-inline float dot(const float* a, const float* b, int num) {
+inline float dot_of_rows(const float* a, const float* b, int num) {
     Floats sums[kVectors] = {};
     int at = 0;
     for (; at + kPanel <= num; at += kPanel)
@@ -28,8 +28,8 @@ inline float dot(const float* a, const float* b, int num) {
 
 // Writes x times a factor, so that it is as large as `other`.
 inline void scale_as(const float* other, int num, float* x) {
-    const float own = std::sqrt(std::max(dot(x, x, num) / num, 1e-5f));
-    const float factor = std::sqrt(dot(other, other, num) / num) / own;
+    const float own = std::sqrt(std::max(dot_of_rows(x, x, num) / num, 1e-5f));
+    const float factor = std::sqrt(dot_of_rows(other, other, num) / num) / own;
     for (int i = 0; i < num; ++i) x[i] *= factor;
 }
 
@@ -72,7 +72,7 @@ inline void compute_modes(const Model& model, const AltUpLayer& layer, const flo
     const float scale = norm_scale(x, model.hidden, model.norm_eps);
     for (int copy = 0; copy < model.alt_up->num; ++copy)
         modes[copy] = std::tanh(
-            dot(x, layer.router + static_cast<size_t>(copy) * model.hidden, model.hidden) * scale);
+            dot_of_rows(x, layer.router + static_cast<size_t>(copy) * model.hidden, model.hidden) * scale);
 }
 
 // Returns a row of a matrix [rows][copies] times the modes.

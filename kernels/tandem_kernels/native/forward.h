@@ -563,7 +563,8 @@ inline Rows rows_of(const Model& model, const Step& step,
         const Layer& layer = model.layers[index];
         heads = std::max(heads, static_cast<int>(projected_width(model, layer)));
         attended = std::max({attended, layer.attention_out.in, model.num_heads * layer.head_dim});
-        if (layer.state != nullptr) narrow = std::max(narrow, layer.state->decay_out.in);
+        if (layer.state != nullptr)
+            narrow = std::max({narrow, layer.state->decay_out.in, layer.state->gate_out.in});
         if (layer.alt_up != nullptr) laurel = std::max(laurel, layer.alt_up->left.out);
     }
     const int of_layer = model.layer_inputs == nullptr ? 0 : model.layer_inputs->size;

@@ -78,6 +78,10 @@ inline size_t expanded_floats(const Model& model) {
             add(layer.input->gate);
             add(layer.input->projection);
         }
+        if (layer.state != nullptr) {
+            add(layer.state->decay_out);
+            add(layer.state->gate_out);
+        }
         if (layer.alt_up != nullptr) {
             add(layer.alt_up->left);
             add(layer.alt_up->right);

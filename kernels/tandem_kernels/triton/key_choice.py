@@ -249,7 +249,8 @@ def choose_keys(
     unit_size = block_size or 1
     num_units = triton.cdiv(context_len_max, unit_size)
     num_lists = num_heads if block_size else 1
-    top_k = min(top_k, num_units)
+    # A power of 2, because the kernels are compiled for each number.
+    top_k = min(top_k, next_power_of_2(num_units))
     units = torch.empty(num_tokens, num_lists, top_k, dtype=torch.int32, device=queries.device)
     step = max(1, _SCORES_MAX // (num_lists * num_units))
     for first in range(0, num_tokens, step):

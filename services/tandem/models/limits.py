@@ -83,10 +83,11 @@ def _why_not_transformers(options: EngineOptions) -> str:
 def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
     """Returns the reason why this number of ranks cannot share the heads of the model; "" if they
     can. A rank has whole query heads, and whole KV heads or a copy of one."""
-    is_only_torch = (
+    # The ranks of no kernels were tried with these.
+    is_untried = (
         model.index_keys is not None or model.alt_up is not None or model.shared_kv is not None
     )
-    if num_ranks > 1 and is_only_torch and (why := why_irregular(model)):
+    if num_ranks > 1 and is_untried and (why := why_irregular(model)):
         return f"tensor-parallel is {num_ranks}; it must be 1 for this model: {why}"
     num_heads = model.num_attention_heads
     all_kv_heads = sorted({model.heads_of(layer).num_kv for layer in model.layers})

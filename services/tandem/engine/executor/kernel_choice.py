@@ -107,9 +107,16 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
             f"{num_ranks} ranks of Triton kernels need layers with states that are Gated DeltaNet "
             "and can be divided into whole heads of keys"
         )
-    if config.lora and (model.has_states or model.has_attention_gates or model.has_head_gates):
-        return "the Triton kernels do not support adapters of models with states"
+    if config.lora and (why := why_no_triton_adapters(model)):
+        return why
     return why_not_triton_model(model) or why_not_triton(device, config.numerics)
+
+
+def why_no_triton_adapters(model: ModelConfig) -> str:
+    """Returns why the Triton kernels cannot compute adapters of a model, or an empty string."""
+    if model.has_states or model.has_attention_gates or model.has_head_gates:
+        return "the Triton kernels do not support adapters of models with states or gates"
+    return ""
 
 
 def _can_divide(linear: LinearAttention | None, num_ranks: int) -> bool:

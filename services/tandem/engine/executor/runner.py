@@ -31,7 +31,7 @@ from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.engine.executor.card_dtypes import check_dtypes, is_old
 from tandem.engine.executor.collectives import ALONE, Collectives
 from tandem.engine.executor.gpu_memory import GpuMemory
-from tandem.engine.executor.kernel_choice import choose_kernels
+from tandem.engine.executor.kernel_choice import choose_kernels, why_no_triton_adapters
 from tandem.engine.executor.largest_step import largest_step
 from tandem.engine.executor.native.decoder import NativeDecoder, SentStep
 from tandem.engine.executor.native.lora import PackedLora
@@ -212,6 +212,7 @@ class ModelRunner:
         if model.shared_kv is not None:
             self.why_no_budgets = "the model has compressed attention"
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
+        self._has_triton = kernels == "triton"
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
         # Native ranks write their logits to their columns of one array, which rank 0 reads.
         self.shards_logits = kernels != "native" and config.tensor_parallel > 1
@@ -549,6 +550,9 @@ class ModelRunner:
 
         Raises ConfigError or AdapterUnavailable if the adapter cannot be used.
         """
+        # Workers without adapters at start may have chosen the Triton kernels.
+        if self._has_triton and (why := why_no_triton_adapters(self._model_config)):
+            raise ConfigError(f"{why}; start the worker with --lora, or with --kernels torch")
         weights = load_lora(
             adapter,
             self._model_config,

@@ -18,6 +18,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from tandem.engine.cache.pool.block_pool import BlockPool
+from tandem.engine.cache.pool.window_pool import FrozenStatePool
 from tandem.engine.tiers.device.blocks import Channel, DeviceBlocks, Event
 from tandem.engine.tiers.io_thread import JobThread
 from tandem.engine.tiers.jobs import Target, Write, write_all
@@ -44,6 +45,9 @@ class PoolGroup:
 
     def __post_init__(self) -> None:
         self.writes_max = max(1, min(_WRITES_MAX, self.pool.num_blocks // 8))
+        if isinstance(self.pool, FrozenStatePool):
+            # A slot that is copied cannot be evicted, and the scheduler leaves one for copies.
+            self.writes_max = 1
 
     def wants_writes(self, hung: Set[int]) -> bool:
         """Returns whether another write may start. Writes that wait only for tiers in `hung` do not

@@ -231,13 +231,15 @@ def _plain_names(stored: Mapping[str, TensorHeader], model: ModelConfig) -> dict
     Names in the file may differ in three ways. Old versions of PEFT and some other programs add the
     adapter name `default`. Adapters of multimodal models name modules as the multimodal checkpoint
     does. Some families have other names of modules."""
-    found = {}
+    found: dict[str, str] = {}
     for name in stored:
         own = re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name).removeprefix(_PREFIX)
         if model.is_text_part:
             own = text_name(own) or own
         for part, ours in model.tensor_names.items():
             own = own.replace(part, ours)
+        if (other := found.get(f"{_PREFIX}{own}")) is not None:
+            raise UnsupportedModel(f"the tensors {other} and {name} are for the same matrix")
         found[f"{_PREFIX}{own}"] = name
     return found
 

@@ -83,7 +83,8 @@ def test_tokens(
         num_local=0,
         context_len_max=45,
     )
-    assert chosen.units.shape == (NUM_ROWS + 1, 1, min(top_k, 45))
+    # Room for a power of 2, so that few kernels are compiled.
+    assert chosen.units.shape == (NUM_ROWS + 1, 1, min(top_k, 64))
     groups = make_groups(SPANS, pool)
     masks = KeyChoice(groups, pool, scores).choose_tokens(NUMBER, queries, shares, top_k)
     rows = [row for mask in masks for row in mask[:, 0].flatten(0, 1)]

@@ -445,14 +445,14 @@ def _num_slots(config: EngineOptions, group: KvGroup, blocks: KvLayout) -> int:
     slot_bytes = group.layout.block_bytes
     interval = checkpoint_interval(group, blocks)
     token_bytes = blocks.block_bytes / blocks.block_size
+    # A slot that a tier copies cannot be evicted.
+    least = _SLOTS_MIN + config.has_tiers
     if config.num_blocks is not None:
         num_tokens = config.num_blocks * blocks.block_size
-        return 2 * config.max_num_seqs + 3 * -(-num_tokens // interval)
+        return max(least, 2 * config.max_num_seqs + 3 * -(-num_tokens // interval))
     left = max(0, config.kv_bytes - config.max_num_seqs * slot_bytes)
     num_tokens = int(left / (token_bytes + 3 * slot_bytes / interval))
     wanted = config.max_num_seqs + 3 * -(-num_tokens // interval)
-    # A slot that a tier copies cannot be evicted.
-    least = _SLOTS_MIN + config.has_tiers
     return max(least, min(wanted, config.kv_bytes // 2 // slot_bytes))
 
 

@@ -79,7 +79,7 @@ class StateLayout(BlockLayout):
         (keys, values), (taps, channels) = self.matrix_shape, self.conv_shape
         return (
             f"states heads={self.num_kv_heads} layers={self.num_layers} matrix={keys}x{values} "
-            f"conv={taps}x{channels} dtype={self.dtype}"
+            f"conv={taps}x{channels} dtype={self.dtype} pieces={self.num_pieces}"
         )
 
 

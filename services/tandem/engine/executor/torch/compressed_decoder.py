@@ -11,6 +11,7 @@ beside the KV of the window.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -54,7 +55,8 @@ class CompressedDecoder(Decoder):
         group = places[0].group
         pool = pools[group]
         assert isinstance(pool, KvPool)
-        attend = self._attention(inputs.spans[group], pool, specs[0].window, is_chunked=False)
+        spans = [replace(span, counted_len=span.context_len) for span in inputs.spans[group]]
+        attend = self._attention(spans, pool, specs[0].window, is_chunked=False)
         tables = [self._frequencies[spec.rope, self._rope_dim(spec)] for spec in specs]
         all_angles = {
             rope: rotary_angles(inputs.positions, *self._frequencies[rope, dim])

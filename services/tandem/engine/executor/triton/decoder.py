@@ -186,12 +186,12 @@ class TritonDecoder:
                         ),
                         tell_launched,
                     )
+                    if layer.attention_gate is not None:
+                        gates = product(normed, layer.attention_gate)
+                        gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
+                        attended = attended * torch.sigmoid(gates)
                     if state_place is not None:
                         attended = torch.cat((attended, of_state), 1)
-                if layer.attention_gate is not None:
-                    gates = product(normed, layer.attention_gate)
-                    gates = gates.repeat_interleave(attended.shape[1] // gates.shape[1], 1)
-                    attended = attended * torch.sigmoid(gates)
                 delta = whole_of(
                     self._ranks,
                     self._config.hidden_size,
