@@ -137,3 +137,5 @@ def test_sequences_that_await_states_leave_slots_for_the_prompts_of_peers() -> N
 def test_the_smallest_pool_has_slots_for_two_workers_that_prefill_for_each_other() -> None:
     engine, _ = make_grouped_engine(WINDOWS, num_blocks=None, kv_bytes_max=6 * SLOT_BYTES)
     assert engine.layout.sizes[1] == 5
+    engine, _ = make_grouped_engine(WINDOWS, num_blocks=8, max_num_seqs=1, kv_host_bytes=4096)
+    assert engine.layout.sizes[1] == 6  # one for the copies of tiers

@@ -236,3 +236,10 @@ class TestGroups:
         spans = [QuerySpan(i, 1, 1000, list(range(63))) for i in range(40)]
         groups = make_groups(spans, pool)
         assert [g.num_seqs for g in groups] == [16, 16, 8]
+
+    def test_tokens_before_a_window_count_if_the_layer_has_entries_for_them(self) -> None:
+        pool = make_pool(16)
+        spans = [QuerySpan(i, 1, 1000, list(range(63))) for i in range(40)]
+        assert [g.num_seqs for g in make_groups(spans, pool, window=16)] == [40]
+        spans = [replace(span, counted_len=1000) for span in spans]
+        assert [g.num_seqs for g in make_groups(spans, pool, window=16)] == [16, 16, 8]
