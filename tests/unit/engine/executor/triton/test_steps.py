@@ -97,7 +97,6 @@ def greedy(
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_that_come_later_are_refused_with_states(tmp_path: Path) -> None:
     """A worker without adapters at the start may have chosen Triton."""
     folder, _ = make_tiny_model("qwen3-next", tmp_path / "model")
@@ -107,6 +106,7 @@ def test_adapters_that_come_later_are_refused_with_states(tmp_path: Path) -> Non
         runner.load_adapter(describe("a", tmp_path / "a", folder.config))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_as_torch(family: str, tmp_path: Path) -> None:
     more = {"sliding_window": WINDOWS[family]} if family in WINDOWS else {}
     folder, _ = make_tiny_model(family, tmp_path, **more)
