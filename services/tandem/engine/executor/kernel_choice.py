@@ -126,7 +126,7 @@ def _can_divide(linear: LinearAttention | None, num_ranks: int) -> bool:
 def why_not_triton_model(model: ModelConfig) -> str:
     """Returns why the Triton kernels cannot compute a model, or an empty string if they can."""
     if why := why_uneven(model):
-        return f"only the native and torch kernels compute this model: {why}"
+        return f"the Triton kernels do not compute this model: {why}"
     if model.is_parallel or model.centers_norms:
         return "only the native and torch kernels compute LayerNorms and parallel blocks"
     if model.norms_rotated_heads:

@@ -19,7 +19,7 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import AdapterUnavailable, ConfigError, WorkerLost
 from tandem.models.config.model import ModelConfig
 from tandem.models.folder import ModelFolder
-from tandem.models.limits import check_settings, why_irregular
+from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import RankEnded
 from tandem_kernels.sampling import Draw
 from tests.engine_driver import Outcome, make_spec
@@ -38,8 +38,9 @@ CHUNKS = (1, 3, 16, 40)
 LATENT = ("deepseek", "glm5", "glm4-moe-lite", "kimi-linear", "mistral4")
 
 
-# DeepSeek V4 has one KV head, and several ranks are refused.
-SEVERAL_HEADS = [family for family in FAMILIES if family != "deepseek-v4"]
+# Several ranks are refused for these (models/limits.py).
+REFUSED = ("deepseek-v3.2", "deepseek-v4", "gemma3n", "glm5", "kimi-linear", "minimax-m3")
+SHARED = [family for family in FAMILIES if not family.startswith(REFUSED)]
 
 
 def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFolder:
@@ -67,12 +68,7 @@ def runner_of(folder: ModelFolder, num_ranks: int, **more: Any) -> ModelRunner:
         pytest.skip(why)
     if num_ranks > 1 and (why := why_not_share(folder.config, settings["kernels"], num_ranks)):
         pytest.skip(why)
-    config = EngineConfig(tensor_parallel=num_ranks, **settings)
-    try:
-        check_settings(config, folder.config)
-    except ConfigError as refused:
-        pytest.skip(str(refused))
-    return ModelRunner(folder, config)
+    return ModelRunner(folder, EngineConfig(tensor_parallel=num_ranks, **settings))
 
 
 def logits_of(folder: ModelFolder, num_ranks: int, **more: Any) -> list[torch.Tensor]:
@@ -92,7 +88,7 @@ def logits_of(folder: ModelFolder, num_ranks: int, **more: Any) -> list[torch.Te
         ("qwen3-next", 2, 1, {"numerics": "invariant"}),
         *(
             pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
-            for family in SEVERAL_HEADS
+            for family in SHARED
             for num_ranks in (2, 4)
             for num_kv_heads, settings in (
                 (4, {"numerics": "invariant"}),
@@ -125,7 +121,7 @@ GEMMA3 = {"sliding_window": 8}  # shorter than most prompts
         ("qwen3-moe", 4, 1),
         *(
             pytest.param(family, num_ranks, num_kv_heads, marks=pytest.mark.slow)
-            for family in SEVERAL_HEADS
+            for family in SHARED
             for num_ranks, num_kv_heads in ((2, 4), (4, 2), (4, 1))
         ),
     ],
@@ -157,7 +153,7 @@ def test_invariant_logits_of_torch_do_not_depend_on_the_number_of_ranks(
         ),
         *(
             pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
-            for family in SEVERAL_HEADS
+            for family in SHARED
             for num_ranks, num_kv_heads, settings in (
                 (2, 4, {"kernels": "torch"}),
                 (4, 1, {"kernels": "torch", "kv_dtype": "int8"}),
