@@ -78,6 +78,9 @@ _OUTLIER = 3.0  # the time of a chunk counts as at most 3 times the predicted ti
 # predicted time: for the first token, and for each.
 _DRAFT_FIXED = 0.1
 _DRAFT_TOKEN = 0.1
+# With each step that skips proposed tokens for their price, the price is multiplied by this. So a
+# price that is three times too high is measured again after about 110 steps.
+_DRAFT_KEEP = 0.99
 _DRAFT_ADDED_MIN = 0.01  # smallest added time that is observed, as a part of the step's time
 _DECODE_CONTEXT_S = DEFAULT_PREFILL.token_context_s
 
@@ -196,6 +199,17 @@ class StepTimeModel:
         fixed_s, token_s = self._drafts.coefficients
         return DraftPrice(step_s, fixed_s, token_s)
 
+    def skip_drafts(self, work: StepWork) -> None:
+        """Records that a step with `work` verifies no proposed tokens, because they cost too much.
+
+        A price above the assumed one falls a little, so that it is measured again after a while.
+        """
+        price = self.draft_price(work)
+        if self._drafts is not None and price is not None:
+            assumed_s = (_DRAFT_FIXED + _DRAFT_TOKEN) * price.step_s
+            if price.fixed_s + price.token_s > assumed_s:
+                self._drafts.stretch(_DRAFT_KEEP)
+
     def _observe_drafts(self, work: StepWork, seconds: float) -> None:
         """Adds a decode-only step with proposed tokens."""
         price = self.draft_price(work)
@@ -203,8 +217,10 @@ class StepTimeModel:
             return
         if self._drafts is None:
             self._drafts = LinearMeter((price.fixed_s, price.token_s))
-        # A step may take less time than predicted for its decode alone.
+        # A step may take less time than predicted for its decode alone. A step that the machine's
+        # scheduler interrupted must not make proposed tokens so expensive that none is tried again.
         added_s = max(seconds - price.step_s, _DRAFT_ADDED_MIN * price.step_s)
+        added_s = min(added_s, _OUTLIER * (price.fixed_s + work.draft_tokens * price.token_s))
         self._drafts.observe((1.0, work.draft_tokens), added_s)
 
     def chunk_max(self, work: StepWork, context: int) -> int | None:

@@ -232,7 +232,7 @@ class Scheduler:
         The caller must compute the planned chunks, and must then release the blocks that only the
         proposed tokens needed. These blocks are taken last, so no sequence is preempted for them.
         """
-        if schedule.work.prefill_tokens:
+        if schedule.work.prefill_tokens or self._speculator.stats is None:
             return
         proposals: dict[int, Proposal] = {}
         for place, chunk in enumerate(schedule.chunks):
@@ -285,7 +285,8 @@ class Scheduler:
                 return None
             if sequence.mode is Mode.PREFILL_ONLY:
                 continue  # another worker decodes it
-            gains += sequence.propose().probabilities
+            if sequence.drafter is not None:
+                gains += sequence.propose().probabilities
             if place is not None and sequence.ends_with_next(max_model_len):
                 if self.waiting:
                     return None  # a waiting sequence may take the place of this one

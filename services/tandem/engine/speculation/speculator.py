@@ -35,7 +35,7 @@ class Speculator:
         self._max_model_len = max_model_len
         self._acceptance = Acceptance()
         self._price: DraftPrice | None = None  # the price in the step that was planned last
-        self.stats = None if setting is None else SpeculationStats()
+        self.stats = None if setting is None else SpeculationStats()  # None: none speculates
 
     def drafter(self, spec: SequenceSpec) -> Drafter | None:
         """Returns what proposes tokens of a sequence. Returns None if the sequence does not
@@ -55,13 +55,16 @@ class Speculator:
         self._price = price = self._step_time.draft_price(work)
         if price is None or not price.step_s:
             return 0
-        return num_worthwhile(
+        count = num_worthwhile(
             gains,
             num_sequences=work.decode_tokens,
             step_s=price.step_s,
             fixed_s=price.fixed_s,
             token_s=price.token_s,
         )
+        if not count:
+            self._step_time.skip_drafts(work)
+        return count
 
     def count(self, drafter: Drafter, num_accepted: int, num_proposed: int, of_step: int) -> None:
         """Counts the proposed tokens that a step has verified for one sequence. The step had

@@ -307,3 +307,22 @@ def test_the_price_of_proposed_tokens_is_measured() -> None:
     assert price.step_s == pytest.approx(assumed.step_s)  # such steps do not change it
     assert price.fixed_s == pytest.approx(0.001, rel=0.3)
     assert price.token_s == pytest.approx(0.0005, rel=0.1)
+
+
+def test_one_interrupted_step_does_not_end_speculation() -> None:
+    model = StepTimeModel(0.0)
+    work = StepWork(decode_tokens=1, decode_contexts=100)
+    for _ in range(20):
+        model.observe(work, 0.010)
+    drafted = replace(work, draft_tokens=4)
+    model.observe(drafted, 1.0)
+    price = model.draft_price(work)
+    assert price is not None
+    assert price.fixed_s + 4 * price.token_s < 0.02
+    for _ in range(500):
+        model.skip_drafts(work)
+    fallen = model.draft_price(work)
+    assert fallen is not None
+    assert 0.0015 < fallen.fixed_s + fallen.token_s < 0.0025  # about the assumed price
+    model.skip_drafts(work)
+    assert model.draft_price(work) == fallen
