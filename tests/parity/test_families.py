@@ -74,7 +74,7 @@ _CASES = [
 
 def _small_pool(model: ModelConfig) -> int:
     """A number of blocks that one request needs, and two at a time do not get."""
-    if all(layer.window is not None for layer in model.layers):
+    if model.shared_kv is None and all(layer.window is not None for layer in model.layers):
         return 7  # of the longest prompt, only the blocks in the window stay
     return 20
 
