@@ -86,6 +86,7 @@ class ToyRunner:
     kv_dtype_name = "float32"
     tokens_per_step = 512
     why_no_budgets = "the toy sees all tokens"
+    why_no_speculation = ""
     vocab_size = 1 << 31  # vocabulary of prompts; generated tokens are within VOCABULARY
     launches_ahead = False
     shards_logits = False

@@ -88,6 +88,7 @@ class DeviceRunner:
     num_pools = 1
     shards_logits = False
     why_no_budgets = ""
+    why_no_speculation = ""
     vocab_size = 128_000
     max_model_len = 8192
     tokens_per_step = 1 << 20  # the first step computes all prompts

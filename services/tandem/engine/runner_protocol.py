@@ -32,6 +32,8 @@ class Runner(AdapterRunner, Protocol):
     vocab_size: int  # token ids are less than this number
     tokens_per_step: int  # the default token budget of a step on this device
     why_no_budgets: str  # reason why sequences cannot have KV budgets; empty if they can
+    # Reason why no sequence may speculate (speculator.py); empty if sequences may.
+    why_no_speculation: str
     # True: `forward` may be called with a batch that is launched ahead (StepBatch.is_ahead). It
     # pays if the host and the device work at the same time.
     launches_ahead: bool

@@ -58,6 +58,7 @@ from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.logit_edits import LogitEdits
+from tandem.engine.speculation.drafter import NOTHING, Drafter, Proposal
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.models.grammars.masks import GrammarMatcher
 
@@ -192,6 +193,7 @@ class Sequence:
     # PREFILL_ONLY: predicted time in seconds from the end of the last chunk until the consumer has
     # pulled all KV computed so far.
     pull_lag_s: float = 0.0
+    drafter: Drafter | None = None  # proposes next tokens; None: the sequence does not speculate
     edits: LogitEdits | None = None  # edits of the next token's logits; None: no edits
     # Log probabilities of the prompt's tokens that were computed and not yet reported.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -400,6 +402,15 @@ class Sequence:
             self.num_tokens, self.num_prefill_tokens
         )
         return self.spec.kv_budget is None and not self.needs_mask_first and not freezes
+
+    def propose(self) -> Proposal:
+        """Returns proposed next tokens, which the grammar allows. They may be none."""
+        if self.drafter is None:
+            return NOTHING
+        proposal = self.drafter.propose(self.token_ids)
+        if self.grammar is not None and proposal.token_ids:
+            return proposal.first(self.grammar.count_allowed(proposal.token_ids))
+        return proposal
 
     def ends_with_next(self, max_model_len: int) -> bool:
         """Returns whether the next token ends the sequence, whichever token it is."""

@@ -30,6 +30,7 @@ from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.perf_model.soonest import Offer, Producer
 from tandem.common.retention import NO_RETENTION, Retention
 from tandem.common.sampling_params import SamplingParams
+from tandem.common.speculation import Speculated, SpeculationStats
 from tandem.common.worker_load import WorkerLoad
 
 
@@ -170,6 +171,7 @@ class NewTokens(msgspec.Struct, frozen=True):
     # One item per prompt token after the first. Empty except with the first output token.
     prompt_logprobs: list[TokenLogprobs] = []
     embedding: list[float] = []  # embedding of the prompt; empty except with the first output token
+    speculated: Speculated | None = None  # None: the sequence does not speculate
 
     @property
     def num_cached_tokens(self) -> int:
@@ -228,6 +230,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     tiers: list[TierStats] = []
     load_queue_s: float = 0.0  # expected seconds until the current loads from tiers have ended
     pins: list[PinStats] = []
+    speculation: SpeculationStats | None = None  # None: the engine does not speculate
 
 
 class StoredBlock(msgspec.Struct, frozen=True):

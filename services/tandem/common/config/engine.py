@@ -27,6 +27,7 @@ from tandem.common.options import (
     Text,
     option_name,
 )
+from tandem.common.speculation import parse_speculation
 from tandem.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -164,6 +165,11 @@ class EngineOptions(Options):
     shared_wait_s: Seconds = 10.0
     """Longest wait, in seconds, for KV blocks that another request is already computing. 0: no
     wait."""
+    speculative_config: Text = "off"
+    """Whether a decode step also verifies proposed tokens, so that it may yield several tokens. The
+    answers stay the same. auto: proposes text that repeats the prompt or the answer, as far as it
+    saves time. off: no proposals. Or a JSON object with vLLM's keys, such as {"method": "ngram",
+    "num_speculative_tokens": 8}; the methods are ngram and suffix."""
     lora: Annotated[Mapping[str, str], _Adapters] = field(default_factory=dict)
     """LoRA adapters in PEFT's format, as NAME=FOLDER. The option can be repeated."""
     max_loras: Count = 8
@@ -266,6 +272,7 @@ class EngineOptions(Options):
                 raise ConfigError(
                     f"{option_name(name)} is set without kv-store-url; set both, or neither"
                 )
+        parse_speculation(self.speculative_config)
         if self.lora and not self.max_loras:
             raise ConfigError(
                 "lora lists adapters, but max-loras is 0; set max-loras to at least 1"

@@ -343,6 +343,15 @@ class KvCache:
             covered = min(covered, len(ids))
         return min(num_tokens, covered * size + passed)
 
+    def trim(self, tables: BlockTables, num_tokens: int) -> None:
+        """Releases the blocks at the end of the tables that `num_tokens` tokens do not need. No
+        such block may have a hash, or KV that still counts."""
+        num_blocks = -(-num_tokens // self._block_size)
+        for number, (pool, ids) in enumerate(zip(self.pools, tables.ids, strict=False)):
+            if number not in tables.states and len(ids) > num_blocks:
+                pool.release(ids[num_blocks:])
+                del ids[num_blocks:]
+
     def free_out_of_window(self, tables: BlockTables, num_tokens: int) -> None:
         """Releases the blocks that left the window: those that no token after the first
         `num_tokens` tokens sees."""

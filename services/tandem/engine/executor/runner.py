@@ -66,7 +66,7 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.tiers.storage import Bytes
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
-from tandem.models.limits import check_settings, max_context
+from tandem.models.limits import check_settings, max_context, why_no_speculation
 from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
@@ -213,6 +213,9 @@ class ModelRunner:
             self.why_no_budgets = "the model has sparse attention"
         if model.shared_kv is not None:
             self.why_no_budgets = "the model has compressed attention"
+        self.why_no_speculation = why_no_speculation(model)
+        if config.speculative_config == "auto" and self.why_no_speculation:
+            log.info("no request speculates, because %s", self.why_no_speculation)
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self._has_triton = kernels == "triton"
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"

@@ -45,6 +45,9 @@ class SequenceSlice(NamedTuple):
     # Sum of the attention weights that each block got in all steps, fp32 [blocks]. The step adds
     # its own weights in place. None unless the KV budget keeps heavy hitters.
     block_sums: Sums | None = None
+    # Number of proposed tokens at the end of `token_ids`. The logits of each, and of the token
+    # before the first, are needed.
+    num_drafts: int = 0
 
     @property
     def block_tables(self) -> tuple[list[int], ...]:
@@ -58,7 +61,7 @@ class SequenceSlice(NamedTuple):
     @property
     def num_logits(self) -> int:
         """Number of tokens at the end of the slice whose logits are needed."""
-        return self.num_tokens if self.all_logits else int(self.wants_logits)
+        return self.num_tokens if self.all_logits else self.wants_logits + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)

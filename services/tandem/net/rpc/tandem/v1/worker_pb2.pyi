@@ -200,7 +200,7 @@ class DecodeCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[SubmitSequence, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequence, _Mapping]] = ..., return_waiting: _Optional[_Union[ReturnWaiting, _Mapping]] = ...) -> None: ...
 
 class SequenceTimings(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_exposed_ms", "blocks_pulled", "bytes_pulled", "prefill_worker_id", "transport", "blocks_skipped", "transfer_ms", "second_token_ms", "shared_wait_ms", "prefill_queue_ms", "tokens_ahead", "local_prefill_ms", "remote_prefill_ms")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_exposed_ms", "blocks_pulled", "bytes_pulled", "prefill_worker_id", "transport", "blocks_skipped", "transfer_ms", "second_token_ms", "shared_wait_ms", "prefill_queue_ms", "tokens_ahead", "local_prefill_ms", "remote_prefill_ms", "tokens_proposed", "tokens_accepted", "speculation_saved_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_EXPOSED_MS_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +216,9 @@ class SequenceTimings(_message.Message):
     TOKENS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     REMOTE_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_SAVED_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     transfer_exposed_ms: float
@@ -231,7 +234,10 @@ class SequenceTimings(_message.Message):
     tokens_ahead: int
     local_prefill_ms: float
     remote_prefill_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ..., shared_wait_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., tokens_ahead: _Optional[int] = ..., local_prefill_ms: _Optional[float] = ..., remote_prefill_ms: _Optional[float] = ...) -> None: ...
+    tokens_proposed: int
+    tokens_accepted: int
+    speculation_saved_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ..., shared_wait_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., tokens_ahead: _Optional[int] = ..., local_prefill_ms: _Optional[float] = ..., remote_prefill_ms: _Optional[float] = ..., tokens_proposed: _Optional[int] = ..., tokens_accepted: _Optional[int] = ..., speculation_saved_ms: _Optional[float] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("device", "host", "disk", "peer", "store")
