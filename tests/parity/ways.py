@@ -86,7 +86,7 @@ class Held(Way):
         hold = _hold_file(self.cluster)
         hold.touch()
         answers = asyncio.gather(*(_send(client, *one) for one in sent))
-        await asyncio.to_thread(self._wait_running, self._enough(len(sent)))
+        await asyncio.to_thread(self._wait_running, self._enough(len(sent)), answers)
         await self._disturb()
         hold.unlink()
         return list(await answers)
@@ -94,12 +94,16 @@ class Held(Way):
     def _enough(self, num_asked: int) -> int:
         return min(2, num_asked)
 
-    def _wait_running(self, wanted: int) -> None:
-        """Waits until `wanted` requests decode, or for a moment if they are too short."""
+    def _wait_running(self, wanted: int, answers: asyncio.Future[list[Answer]]) -> None:
+        """Waits until `wanted` requests decode, until all have ended, or for a while if the worker
+        cannot run so many."""
         with contextlib.suppress(TimeoutError):
             wait_for(
-                lambda: metric(self.cluster, self.decodes, "tandem_num_running") >= wanted,
-                deadline_s=3.0,
+                lambda: (
+                    answers.done()
+                    or metric(self.cluster, self.decodes, "tandem_num_running") >= wanted
+                ),
+                deadline_s=10.0,
                 what="running",
             )
 
