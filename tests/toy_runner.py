@@ -118,6 +118,9 @@ class ToyRunner:
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         self._start(lambda: self._copy(copies))
 
+    def store_states(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        self.copy_blocks(copies)
+
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for source, target, _ in copies:
             self.kv[target] = self.kv[source]

@@ -114,6 +114,9 @@ class DeviceRunner:
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         assert not copies
 
+    def store_states(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        assert not copies
+
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         assert on_kv_written is None
         if batch.num_tokens == len(batch.slices) == self._num_seqs:

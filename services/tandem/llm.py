@@ -394,7 +394,6 @@ class LLM:
             RenderedText(prompt) if isinstance(prompt, str) else prompt,
             request.prompt_tokens_max(max_model_len),
             None,
-            None,
         ).token_ids
         pool_tokens = self._engine.pool_tokens
         max_tokens = request.resolved_max_tokens(

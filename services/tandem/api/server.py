@@ -418,7 +418,12 @@ def _load(config: RouterConfig) -> LoadedModel:
     folder = resolve(config.model, revision=config.model_revision, model_impl=config.model_impl)
     sampling = _sampling_defaults(config, folder.path / "generation_config.json")
     tokenizer = Tokenizer(folder.path)
-    preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
+    preparer = PromptPreparer(
+        folder.path,
+        tokenizer,
+        num_processes=config.tokenizer_processes,
+        finds_system=folder.config.has_states,
+    )
     answers = ModelFormat(tokenizer, config.answers)
     created_s = int((folder.path / "config.json").stat().st_mtime)
     return LoadedModel(folder, tokenizer, preparer, answers, created_s, sampling)

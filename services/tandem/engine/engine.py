@@ -446,6 +446,7 @@ class Engine:
                 self._scheduler.compute_instead(sequence)
                 continue
             self._store_full_blocks(sequence)
+            # Other requests may wait for these states (early_reuse.py).
             if self._kv.has_states:
                 self._freeze_states(sequence)
             self._scheduler.enter(sequence)
@@ -597,6 +598,13 @@ class Engine:
         return ended
 
     def _batch(self, schedule: Schedule) -> StepBatch:
+        if self._kv.has_working_states:
+            running = [each for each in self._scheduler.running if each.has_run]
+            live_slots = [
+                frozenset(each.tables.ids[group][0] for each in running)
+                for group in self._kv.layout.state_groups
+            ]
+            return replace(schedule.batch, live_slots=live_slots)
         if self._runner.shards_logits:
             return replace(schedule.batch, top_k=schedule.top_k)
         return schedule.batch
@@ -632,6 +640,10 @@ class Engine:
         self._store_full_blocks(sequence)
         if num_tokens and sequence.is_at_checkpoint:
             self._freeze_states(sequence)
+        is_final = sequence.mode is Mode.PREFILL_ONLY and not sequence.num_missing_tokens
+        if is_final and self._kv.has_working_states:
+            running = {group: sequence.tables.ids[group][0] for group in sequence.tables.states}
+            self._runner.store_states([(slot, slot, group) for group, slot in running.items()])
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
 
@@ -655,7 +667,8 @@ class Engine:
     def _freeze_states(self, sequence: Sequence) -> None:
         """Caches copies of the running states of a sequence, so that requests can resume here."""
         if copies := sequence.freeze_states(self._kv):
-            self._runner.copy_blocks(copies)
+            copy = self._runner.store_states if sequence.has_run else self._runner.copy_blocks
+            copy(copies)
             # A slot may be freed and filled by a pull, so the copies must have ended.
             self._runner.synchronize()
 

@@ -65,6 +65,10 @@ class Runner(AdapterRunner, Protocol):
         """Copies blocks' KV in the order of `copies`. An item is (source id, target id, KV
         group)."""
 
+    def store_states(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copies the states of sequences that steps have computed. An item is (slot of the
+        sequence, target slot, KV group). The target may be the slot of the sequence."""
+
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         """Writes the KV of the batch's tokens and returns fp32 logits [rows that need logits,
         vocab].

@@ -65,6 +65,9 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # (sequence.py). The parent must already have the KV of all tokens of this sequence except the
     # last; otherwise this sequence starts without a fork. Empty: no parent.
     fork_of: str = ""
+    # Number of leading tokens of the prompt that other chats with its system prompt and tools have,
+    # too. The states after them are frozen. 0: unknown.
+    system_tokens: int = 0
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
     prefix_blocks: int = 0
     # How many of the prompt's first blocks a peer has, and how fast they can be pulled. None:

@@ -31,6 +31,11 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(why)
     if why := why_not_tensor_parallel(model, options.tensor_parallel):
         raise ConfigError(why)
+    if options.state_dtype != "float32" and not model.has_states:
+        raise ConfigError(
+            f"state-dtype is {options.state_dtype}, but no layer of the model keeps a state; "
+            "remove state-dtype"
+        )
     if model.has_states and (why := _why_not_with_states(options, model)):
         raise ConfigError(f"{why}, and the model has layers with linear attention")
     if options.speculative_config not in ("off", "auto") and (why := why_no_speculation(model)):

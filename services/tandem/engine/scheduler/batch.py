@@ -72,6 +72,9 @@ class StepBatch:
     is_ahead: bool = False
     # Number of largest logits of each row that are read; the others may be -infinity. 0: all are.
     top_k: int = 0
+    # For each state group: the slots of the sequences whose states were computed in earlier steps.
+    # Only if they are not computed in place (working_states.py).
+    live_slots: Sequence[frozenset[int]] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -83,7 +86,7 @@ class StepBatch:
             s._replace(token_ids=[t if t >= 0 else drawn[-1 - t] for t in s.token_ids])
             for s in self.slices
         ]
-        return StepBatch(slices, top_k=self.top_k)
+        return StepBatch(slices, top_k=self.top_k, live_slots=self.live_slots)
 
     @property
     def has_adapters(self) -> bool:

@@ -116,6 +116,9 @@ class PreparedRequest:
     # Only used if the client requested a pin: the KV of this many leading prompt tokens is pinned.
     # 0: the KV of the whole prompt and the completion is pinned.
     pinned_tokens: int = 0
+    # Number of leading prompt tokens that all chats with the same system prompt and tools have; 0:
+    # unknown.
+    system_tokens: int = 0
 
     @property
     def max_tokens(self) -> int:

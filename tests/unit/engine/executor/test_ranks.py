@@ -179,6 +179,9 @@ def test_other_kernels_compute_nearly_the_same_on_several_ranks(
 ) -> None:
     """The ranks' sums are added in another order than one process adds all."""
     folder = tiny(family, tmp_path, num_kv_heads, **GEMMA3 if family == "gemma3" else {})
+    latent = folder.config.latent
+    if "kv_dtype" in settings and latent is not None and latent.kv_rank % 16:
+        pytest.skip("int8 needs latents whose size is a multiple of 16")
     settings = {"dtype": "float32", "max_num_seqs": 4} | settings
     alone = logits_of(folder, 1, **settings | {"expert_parallel": False})
     several = logits_of(folder, num_ranks, **settings)
@@ -285,7 +288,7 @@ def test_adapters_are_on_all_ranks(family: str, settings: dict[str, Any], tmp_pa
     found = []
     for num_ranks in (1, 2):
         runner = runner_of(folder, num_ranks, dtype="float32", **settings)
-        runner.allocate(80)
+        runner.allocate(*[80] * len(runner.layout().groups))
         digest = add(runner, tmp_path / "one")
         asked = [(prompt, digest if i % 2 else "") for i, prompt in enumerate(PROMPTS)]
         found.append(run(runner, asked))

@@ -91,13 +91,25 @@ class PreparedPrompt(NamedTuple):
     block_hashes: list[bytes]  # hashes of the prompt's full blocks; empty if none were requested
     # Number of leading tokens whose KV is to be pinned, if the client requested a pin. 0: all.
     pinned_tokens: int = 0
+    # Number of leading tokens that all prompts with the same system prompt and tools have. 0: the
+    # number is unknown or not wanted.
+    system_tokens: int = 0
 
 
 class PromptPreparer:
     """The threads and processes that prepare prompts. `close` ends them."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, *, num_processes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        *,
+        num_processes: int,
+        finds_system: bool = False,
+    ) -> None:
+        """With `finds_system`, prompts of chats have their `system_tokens`."""
         self._tokenizer = tokenizer
+        self._finds_system = finds_system
         self._file = folder / "tokenizer.json"
         self._joined: frozenset[bytes] | None = None
         self._checked: OrderedDict[StructuredOutput, str] = OrderedDict()
@@ -165,6 +177,9 @@ class PromptPreparer:
         tenant = request.tenant
         cost = _cost(request.prompt)
         kept = request.prompt_tokens_max(max_model_len)
+        starts = Starts(request.pinned_chat)
+        if self._finds_system and kept is None and isinstance(request.prompt, Conversation):
+            starts = starts._replace(system=request.prompt.beginning)
         text: _Text = (
             RenderedText(request.prompt, add_special_tokens=request.add_special_tokens)
             if isinstance(request.prompt, str)
@@ -180,7 +195,7 @@ class PromptPreparer:
                     text,
                     kept,
                     chain,
-                    request.pinned_chat,
+                    starts,
                 )
             processes = self._processes
             if not isinstance(text, tuple):
@@ -192,10 +207,10 @@ class PromptPreparer:
                         text = ids
                     else:
                         processes = self._uncut
-            found, hashes, pinned_tokens = await processes.run(
-                tenant, cost, _prepare_in_process, text, kept, chain, request.pinned_chat
+            found, hashes, *num_equal = await processes.run(
+                tenant, cost, _prepare_in_process, text, kept, chain, starts
             )
-        return PreparedPrompt(found.tolist(), hashes, pinned_tokens)
+        return PreparedPrompt(found.tolist(), hashes, *num_equal)
 
     async def bad_words(self, request: ClientRequest) -> list[list[int]]:
         """Returns the sequences of token ids that spell the request's bad words."""
@@ -364,35 +379,44 @@ def _cost(prompt: Prompt) -> int:
     return num_characters(prompt) + _MESSAGE_COST * len(prompt.messages)
 
 
+class Starts(NamedTuple):
+    """Chats whose prompts begin as the prompt that is prepared. The numbers of their common tokens
+    are wanted. None: no number is."""
+
+    pinned: Conversation | None = None  # the first messages, if only they are to be pinned
+    system: Conversation | None = None  # `Conversation.beginning`
+
+
 def prepare_prompt(
     tokenizer: Tokenizer,
     text: _Text,
     kept: int | None,
     chain: Chain | None,
-    pinned: Conversation | None,
+    starts: Starts = Starts(),
 ) -> PreparedPrompt:
     """Tokenizes and hashes a prompt.
 
-    `kept` is the number of the prompt's last tokens to keep; None means all. If only the first
-    messages of a chat are to be pinned, `pinned` has these messages.
+    `kept` is the number of the prompt's last tokens to keep; None means all.
     """
     if isinstance(text, tuple):
         token_ids = list(text)
     else:
         rendered = text if isinstance(text, RenderedText) else _render(tokenizer, text)
         token_ids = tokenizer.encode_rendered(rendered)
-    pinned_tokens = 0 if pinned is None else _num_equal(tokenizer, pinned, token_ids)
+    num_equal = [_num_equal(tokenizer, chat, token_ids) for chat in starts]
     if kept is not None:
         token_ids = token_ids[-kept:]
     hashes = [] if chain is None else hash_blocks(chain.root, token_ids, chain.block_size)
-    return PreparedPrompt(token_ids, hashes, pinned_tokens)
+    return PreparedPrompt(token_ids, hashes, *num_equal)
 
 
-def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int]) -> int:
+def _num_equal(tokenizer: Tokenizer, chat: Conversation | None, token_ids: Sequence[int]) -> int:
     """Returns how many leading tokens of the prompt `token_ids` are the tokens of `chat`.
 
-    `chat` has the first messages of the prompt's chat. Returns 0 if the template rejects `chat`.
+    `chat` begins as the prompt's chat. Returns 0 if it is None or if the template rejects it.
     """
+    if chat is None:
+        return 0
     try:
         begins = tokenizer.encode_rendered(_render(tokenizer, chat))
     except BadRequest:
@@ -496,12 +520,13 @@ def _prepare_in_process(
     text: _Text,
     kept: int | None,
     chain: Chain | None,
-    pinned: Conversation | None,
-) -> tuple[array[int], list[bytes], int]:
+    starts: Starts,
+) -> tuple[array[int], list[bytes], int, int]:
     """Tokenizes and hashes a prompt in a process.
 
     The token ids are an array, because a list of 100,000 ints is slow to unpickle.
     """
     assert _process_tokenizer is not None
-    prepared = prepare_prompt(_process_tokenizer, text, kept, chain, pinned)
-    return array("I", prepared.token_ids), prepared.block_hashes, prepared.pinned_tokens
+    found = prepare_prompt(_process_tokenizer, text, kept, chain, starts)
+    ids = array("I", found.token_ids)
+    return ids, found.block_hashes, found.pinned_tokens, found.system_tokens
