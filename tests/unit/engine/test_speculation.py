@@ -65,6 +65,6 @@ def test_proposals_cause_no_preemption_and_hold_no_block_between_steps() -> None
         engine.step()
         engine.check_integrity()
         for sequence in engine._sequences.values():
-            assert len(sequence.block_table) == -(-sequence.num_tokens // 4)
+            assert len(sequence.block_table) <= -(-sequence.num_tokens // 4)
             assert not sequence.num_preemptions
     assert speculator.stats.num_accepted_tokens > 3
