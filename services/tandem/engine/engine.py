@@ -32,6 +32,7 @@ from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.layout.kv_groups import divide_pool
 from tandem.engine.executor.sampler import Sampled, StepSampler
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.kept_chains import KeptChains
 from tandem.engine.load import measure_load, measure_stats
 from tandem.engine.new_sequences import NewSequences
@@ -49,6 +50,10 @@ from tandem.engine.types import EngineStats, Mode, OnFinal, SequenceSpec, StepRe
 from tandem.errors import BadRequest, InternalError, QueueFull, Returned, TandemError
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.masks import MASK_WAIT_S, GrammarMasks, GrammarMatcher
+
+# Longest time in seconds for which a step without chunks waits for an image's embedding. Commands
+# and other events are handled after it.
+_IMAGE_WAIT_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +73,12 @@ class Engine:
         model_fingerprint: str,
         compiler: GrammarCompiler | None = None,
         start_thread: Callable[[str], JobThread] = IoThread,
+        images: ImageRows | None = None,
     ) -> None:
         """Allocates the KV pool. Raises ConfigError.
 
-        Without `compiler`, sequences with a grammar are refused. `start_thread` starts the threads
+        Without `compiler`, sequences with a grammar are refused, and without `images`, those with
+        images. `start_thread` starts the threads
         that copy blocks between the pool and the tiers below it (host memory, disk, object store).
         """
         self.max_model_len = runner.max_model_len
@@ -90,10 +97,11 @@ class Engine:
             runner, num_slots=config.max_loras, rank_max=config.max_lora_rank
         )
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
+        self._images = images or ImageRows(None, "the model takes text only")
         self._kv = KvCache(self.layout, report_tokens=config.report_block_tokens)
         self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
         self._new_sequences = NewSequences(
-            runner, model_fingerprint, self.layout, self._grammars, self._adapters
+            runner, model_fingerprint, self.layout, self._grammars, self._adapters, self._images
         )
         self._tiers = make_tiers(
             config,
@@ -118,6 +126,7 @@ class Engine:
             shared_wait_s=config.shared_wait_s,
             adapters=self._adapters,
             tiers=self._tiers,
+            images=self._images,
         )
         self._sequences = LiveSequences()
         self._pending = PendingReport(self.layout)
@@ -140,6 +149,7 @@ class Engine:
         loaded = self._settle_loads()
         for sequence, error in self._scheduler.find_late():
             self._fail(sequence, error)
+        self._settle_images()
         late_masks = self._settle_masks()
         ahead = self._ahead
         schedule = self._scheduler.schedule() if ahead is None else self._scheduler.admit()
@@ -168,6 +178,8 @@ class Engine:
             work = schedule.work
         elif late_masks:
             self._grammars.wait_for_any(late_masks)
+        elif self._images.is_computing:
+            self._images.wait(_IMAGE_WAIT_S)
         return self._take_report(work, started)
 
     def add(self, spec: SequenceSpec) -> None:
@@ -396,6 +408,7 @@ class Engine:
     def close(self) -> None:
         """Ends the threads of the tiers. First, for at most a few seconds, they write copies of the
         blocks that have no copy in a tier yet."""
+        self._images.close()
         self._tiers.close()
 
     def _enter(self, sequence: Sequence) -> None:
@@ -442,6 +455,13 @@ class Engine:
             adapter = sequence.spec.adapter
             if adapter is not None and adapter.digest in errors:
                 self._fail(sequence, errors[adapter.digest])
+
+    def _settle_images(self) -> None:
+        errors = self._images.settle()
+        for sequence in list(self._scheduler.running) if errors else ():
+            found = [image.digest for image in sequence.missing_images if image.digest in errors]
+            if found:
+                self._fail(sequence, errors[found[0]])
 
     def _settle_masks(self) -> list[GrammarMatcher]:
         """Returns the grammar matchers whose masks are still being computed. The sequences of these

@@ -213,6 +213,7 @@ class ModelRunner:
             self.why_no_budgets = "the model has compressed attention"
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self._has_triton = kernels == "triton"
+        self.takes_embeddings = kernels != "triton" and not is_library
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
         # Native ranks write their logits to their columns of one array, which rank 0 reads.
         self.shards_logits = kernels != "native" and config.tensor_parallel > 1

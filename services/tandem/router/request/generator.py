@@ -364,7 +364,7 @@ class Generator:
         request = with_template_options(model.model_format, request)
         salt = cache_salt(self.config.cluster.token, request.tenant)
         compatibility = self._view.compatibility()
-        token_ids, block_hashes, pinned_tokens = await model.preparer.prepare(
+        token_ids, block_hashes, pinned_tokens, images = await model.preparer.prepare(
             request,
             compatibility.chain(salt, digest_of(adapter)) if compatibility else None,
             max_model_len=max_model_len,
@@ -390,6 +390,7 @@ class Generator:
             adapter=adapter,
             block_size=compatibility.block_size if compatibility else 0,
             pinned_tokens=pinned_tokens,
+            images=images,
         )
         return Job(checked, Progress(block_hashes, timeline))
 
