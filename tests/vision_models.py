@@ -135,7 +135,7 @@ def own_prompt(
     request = parse_chat({"model": "", "messages": list(messages)}, "a").requests[0]
     images = read_images(request, read_rules(folder))
     assert isinstance(request.prompt, Conversation)
-    prepared = prepare_prompt(Tokenizer.of(folder), request.prompt, None, None, None, images)
+    prepared = prepare_prompt(Tokenizer.of(folder), request.prompt, None, None, images=images)
     return prepared.token_ids, with_data(prepared, images).images
 
 

@@ -403,8 +403,7 @@ class LLM:
             RenderedText(prompt) if isinstance(prompt, str) else prompt,
             request.prompt_tokens_max(max_model_len),
             None,
-            None,
-            images,
+            images=images,
         )
         token_ids = prepared.token_ids
         pool_tokens = self._engine.pool_tokens

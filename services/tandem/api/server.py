@@ -424,6 +424,7 @@ def _load(config: RouterConfig) -> LoadedModel:
         tokenizer,
         num_processes=config.tokenizer_processes,
         image_rules=read_rules(folder),
+        finds_system=folder.config.has_states,
     )
     answers = ModelFormat(tokenizer, config.answers)
     created_s = int((folder.path / "config.json").stat().st_mtime)

@@ -13,6 +13,7 @@ from tandem.engine.logit_edits import logit_edits
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.sequence import Sequence
+from tandem.engine.speculation.speculator import Speculator
 from tandem.engine.types import SequenceSpec
 from tandem.models.grammars.masks import GrammarMasks
 
@@ -32,6 +33,7 @@ class NewSequences:
         grammars: GrammarMasks,
         adapters: AdapterSlots,
         images: ImageRows,
+        speculator: Speculator,
     ) -> None:
         self._root = partial(
             chain_root,
@@ -45,6 +47,7 @@ class NewSequences:
         self._checkpoints = Checkpoints.of(layout)
         self._vocab_size = runner.vocab_size
         self._grammars = grammars
+        self._speculator = speculator
         self._arrivals = count(1)
         self.check = partial(
             check_spec,
@@ -80,4 +83,5 @@ class NewSequences:
         )
         grammar = self._grammars.matcher(spec.grammar, spec.token_ids[spec.num_prompt_tokens :])
         sequence.edits = logit_edits(spec, self._vocab_size, grammar)
+        sequence.drafter = self._speculator.drafter(spec)
         return sequence

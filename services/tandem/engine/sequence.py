@@ -60,6 +60,7 @@ from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.logit_edits import LogitEdits
+from tandem.engine.speculation.drafter import NOTHING, Drafter, Proposal
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.models.grammars.masks import GrammarMatcher
 
@@ -82,8 +83,9 @@ class SequenceStart:
     num_cached_blocks: int
     num_computed_tokens: int
     # Number of tokens that have KV once all awaited KV has arrived. This engine (PREFILL_ONLY: the
-    # consumer) continues after these tokens. In a model with sliding windows, this number
-    # determines which blocks are needed.
+    # consumer) continues after these tokens, or after the last part of a block. With `checkpoint`,
+    # it is not larger than the tokens before the frozen states. In a model with sliding windows,
+    # this number determines which blocks are needed.
     resume: int
     # Ids of blocks to copy from, one for each KV group. They are copied into the first block that
     # only this sequence writes, or into its running state. Empty: nothing is copied.
@@ -180,6 +182,9 @@ class Sequence:
     num_known_blocks: int = 0
     # WAITING: number of leading blocks that were cached when the sequence was enqueued.
     num_matched_blocks: int = 0
+    # True once a step has computed tokens since the sequence got its blocks. Its running states are
+    # then those of this step, whatever its slot has.
+    has_run: bool = False
     is_begun: bool = False  # True once a step of this engine computes tokens of the sequence
     has_waited: bool = False  # True once a step was planned while the sequence was in a queue
     may_load: bool = True  # False: a load has stalled, so nothing is loaded from a tier again
@@ -197,6 +202,7 @@ class Sequence:
     pull_lag_s: float = 0.0
     # Embeddings of the prompt's images that are still to be computed here, by the image's digest.
     image_rows: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    drafter: Drafter | None = None  # proposes next tokens; None: the sequence does not speculate
     edits: LogitEdits | None = None  # edits of the next token's logits; None: no edits
     # Log probabilities of the prompt's tokens that were computed and not yet reported.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -330,15 +336,17 @@ class Sequence:
         assert self.checkpoints is not None
         num_computed = self.num_computed_tokens
         end = self.checkpoints.next_after(num_computed, self.num_prefill_tokens)
-        return min(end, self._branch) if self._branch > num_computed else end
+        return min((end, *(each for each in self._shared if each > num_computed)))
 
     @property
-    def _branch(self) -> int:
-        """The last position up to which KV was cached at admission. If it has no state yet, other
-        prompts have the same beginning, so a state is worth its memory. 0: no KV was cached."""
+    def _shared(self) -> tuple[int, ...]:
+        """The last positions in beginnings that other prompts have, too, so that a state is worth
+        its memory: the system prompt with its tools, the part that is pinned, and the KV that was
+        cached at admission. 0: there is no such beginning."""
         assert self.checkpoints is not None
         num_known = min(self.num_known_blocks, self.last_depth) * self.block_size
-        return self.checkpoints.last_until(num_known)
+        ends = (self.spec.system_tokens, self.spec.retention.num_tokens, num_known)
+        return tuple(map(self.checkpoints.last_until, ends))
 
     @property
     def num_final_blocks(self) -> int:
@@ -362,10 +370,12 @@ class Sequence:
     @property
     def earliest_next_token(self) -> int:
         """Index of the first token that will still attend to this sequence's KV, on this engine or
-        (PREFILL_ONLY) on the consumer. KV before the window of this token can be freed."""
+        (PREFILL_ONLY) on the consumer, where other requests may resume after the frozen states that
+        are transferred. KV before the window of this token can be freed."""
         if self.mode is not Mode.PREFILL_ONLY:
             return self.num_computed_tokens
-        return min(self.num_computed_tokens, self.last_depth * self.block_size)
+        depth = self.tables.checkpoint or self.last_depth
+        return min(self.num_computed_tokens, depth * self.block_size)
 
     @property
     def reusable_hashes(self) -> list[bytes]:
@@ -429,6 +439,15 @@ class Sequence:
             self.num_tokens, self.num_prefill_tokens
         )
         return self.spec.kv_budget is None and not self.needs_mask_first and not freezes
+
+    def propose(self) -> Proposal:
+        """Returns proposed next tokens, which the grammar allows. They may be none."""
+        if self.drafter is None:
+            return NOTHING
+        proposal = self.drafter.propose(self.token_ids)
+        if self.grammar is not None and proposal.token_ids:
+            return proposal.first(self.grammar.count_allowed(proposal.token_ids))
+        return proposal
 
     def ends_with_next(self, max_model_len: int) -> bool:
         """Returns whether the next token ends the sequence, whichever token it is."""
@@ -538,6 +557,8 @@ class Sequence:
             checkpoint = self._transferred_checkpoint(self.spec.first_wanted_block)
         elif awaits and self.mode is Mode.WAITING_FOR_REMOTE_KV:
             checkpoint = self._transferred_checkpoint(num_cached_blocks)
+            # A request that resumes after these states sees earlier blocks of windows.
+            resume = min(resume, checkpoint * self.block_size) if checkpoint else resume
         return SequenceStart(
             num_cached_blocks, num_computed, resume, part.sources, fork is not None, checkpoint
         )
@@ -556,6 +577,7 @@ class Sequence:
         """Assigns the block tables at admission. Returns the copies from `start.sources` to the
         sequence's first block after the cached blocks, at most one per KV group."""
         self.tables = tables
+        self.has_run = False
         self.num_stored_blocks = num_blocks = start.num_cached_blocks
         self.num_computed_tokens = start.num_computed_tokens
         self.num_prefill_tokens = len(self.token_ids)
@@ -623,6 +645,7 @@ class Sequence:
         self.num_computed_tokens += num_tokens
         if self.image_rows and not self.missing_images:
             self.image_rows = {}
+        self.has_run |= num_tokens > 0
         if self.loading.loaded:
             num_blocks = self.num_computed_tokens // self.block_size
             if (reached := self.loading.skip(num_blocks)) > num_blocks:
@@ -656,8 +679,8 @@ class Sequence:
         if self.checkpoints is None:
             return False
         num_computed = self.num_computed_tokens
-        is_branch = num_computed > 0 and num_computed == self._branch
-        return is_branch or self.checkpoints.includes(num_computed, self.num_prefill_tokens)
+        is_shared = num_computed > 0 and num_computed in self._shared
+        return is_shared or self.checkpoints.includes(num_computed, self.num_prefill_tokens)
 
     def freeze_states(self, kv: KvCache) -> list[BlockCopy]:
         """Caches copies of the running states under the hash of the last full block. Returns the

@@ -31,6 +31,7 @@ from tandem.common.perf_model.soonest import Offer, Producer
 from tandem.common.prompt_image import PromptImage
 from tandem.common.retention import NO_RETENTION, Retention
 from tandem.common.sampling_params import SamplingParams
+from tandem.common.speculation import Speculated, SpeculationStats
 from tandem.common.worker_load import WorkerLoad
 
 
@@ -66,6 +67,9 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # (sequence.py). The parent must already have the KV of all tokens of this sequence except the
     # last; otherwise this sequence starts without a fork. Empty: no parent.
     fork_of: str = ""
+    # Number of leading tokens of the prompt that other chats with its system prompt and tools have,
+    # too. The states after them are frozen. 0: unknown.
+    system_tokens: int = 0
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
     prefix_blocks: int = 0
     # How many of the prompt's first blocks a peer has, and how fast they can be pulled. None:
@@ -169,6 +173,7 @@ class NewTokens(msgspec.Struct, frozen=True):
     # One item per prompt token after the first. Empty except with the first output token.
     prompt_logprobs: list[TokenLogprobs] = []
     embedding: list[float] = []  # embedding of the prompt; empty except with the first output token
+    speculated: Speculated | None = None  # None: the sequence does not speculate
 
     @property
     def num_cached_tokens(self) -> int:
@@ -227,6 +232,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     tiers: list[TierStats] = []
     load_queue_s: float = 0.0  # expected seconds until the current loads from tiers have ended
     pins: list[PinStats] = []
+    speculation: SpeculationStats | None = None  # None: the engine does not speculate
 
 
 class StoredBlock(msgspec.Struct, frozen=True):

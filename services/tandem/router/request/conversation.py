@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Literal, Self
 
 from tandem.common.printable import shorten
@@ -174,6 +175,20 @@ class Conversation:
         """Returns the arguments (messages, tools, options) of `Tokenizer.render_prompt`."""
         messages = [message.template_input() for message in self.messages]
         return messages, list(self.tools) or None, self.template_options
+
+    @property
+    def beginning(self) -> Self | None:
+        """A chat with the system prompt and the tools of this one, and another user message. None:
+        this chat has neither. The prompts of both have the same first tokens."""
+        system = tuple(takewhile(lambda message: message.role == "system", self.messages))
+        if not system and not self.tools:
+            return None
+        return replace(
+            self,
+            messages=(*system, Message("user", "?")),
+            add_generation_prompt=False,
+            continue_final_message=False,
+        )
 
     @property
     def num_characters(self) -> int:

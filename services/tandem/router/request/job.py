@@ -118,6 +118,9 @@ class PreparedRequest:
     # 0: the KV of the whole prompt and the completion is pinned.
     pinned_tokens: int = 0
     images: tuple[PromptImage, ...] = ()  # the prompt's images, in the order of their tokens
+    # Number of leading prompt tokens that all chats with the same system prompt and tools have; 0:
+    # unknown.
+    system_tokens: int = 0
 
     @property
     def max_tokens(self) -> int:

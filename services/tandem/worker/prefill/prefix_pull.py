@@ -26,7 +26,7 @@ from tandem.common.perf_model.predict import ASK_S, prefill_seconds
 from tandem.common.perf_model.rates import PairRate
 from tandem.common.perf_model.soonest import Offer
 from tandem.common.prompt_image import image_marks
-from tandem.engine.cache.checkpoints import checkpoint_spacing
+from tandem.engine.cache.layout.kv_groups import state_spacing
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import TandemError
 from tandem.net.observability.logs import about
@@ -70,7 +70,7 @@ class PrefixPuller:
         # have no state after other tokens.
         self.depth_step_tokens = self._block_size
         if compatibility.has_states:
-            self.depth_step_tokens = checkpoint_spacing(self._block_size)
+            self.depth_step_tokens = state_spacing(self._block_size)
         self._peers = peers
         self._rates = rates
         self._metrics = metrics

@@ -9,6 +9,7 @@ from tandem.engine.image_rows import ImageRows
 from tandem.engine.scheduler.schedule import Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status
+from tandem.engine.speculation.speculator import Speculator
 from tandem.engine.types import Mode
 from tests.engine_driver import make_spec, no_tiers
 from tests.toy_runner import ToyRunner
@@ -37,6 +38,7 @@ class Bench:
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
             tiers=no_tiers(self.kv.pools[0]),
             images=ImageRows(None),
+            speculator=Speculator(None, self.step_time, 1000),
         )
         self.sequences: list[Sequence] = []
 

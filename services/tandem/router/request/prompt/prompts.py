@@ -95,6 +95,9 @@ class PreparedPrompt(NamedTuple):
     block_hashes: list[bytes]  # hashes of the prompt's full blocks; empty if none were requested
     # Number of leading tokens whose KV is to be pinned, if the client requested a pin. 0: all.
     pinned_tokens: int = 0
+    # Number of leading tokens that all prompts with the same system prompt and tools have. 0: the
+    # number is unknown or not wanted.
+    system_tokens: int = 0
     images: tuple[PromptImage, ...] = ()
 
 
@@ -107,10 +110,13 @@ class PromptPreparer:
         tokenizer: Tokenizer,
         *,
         num_processes: int,
+        finds_system: bool = False,
         image_rules: ImageRules | str = "this model takes text only",
     ) -> None:
-        """`image_rules` says how the model processes images, or why it takes none."""
+        """With `finds_system`, prompts of chats have their `system_tokens`. `image_rules` says how
+        the model processes images, or why it takes none."""
         self._tokenizer = tokenizer
+        self._finds_system = finds_system
         self._image_rules = image_rules
         self._file = folder / "tokenizer.json"
         self._joined: frozenset[bytes] | None = None
@@ -180,6 +186,9 @@ class PromptPreparer:
         cost = _cost(request.prompt)
         kept = request.prompt_tokens_max(max_model_len)
         images = await self._read_images(request)
+        starts = Starts(request.pinned_chat)
+        if self._finds_system and kept is None and isinstance(request.prompt, Conversation):
+            starts = starts._replace(system=request.prompt.beginning)
         text: _Text = (
             RenderedText(request.prompt, add_special_tokens=request.add_special_tokens)
             if isinstance(request.prompt, str)
@@ -195,7 +204,7 @@ class PromptPreparer:
                     text,
                     kept,
                     chain,
-                    request.pinned_chat,
+                    starts,
                     images,
                 )
                 return with_data(prepared, images)
@@ -213,10 +222,11 @@ class PromptPreparer:
             shown = images and images._replace(
                 read=tuple(image._replace(data=b"") for image in images.read)
             )
-            found, hashes, pinned_tokens, placed = await processes.run(
-                tenant, cost, _prepare_in_process, text, kept, chain, request.pinned_chat, shown
+            found, hashes, pinned, system, placed = await processes.run(
+                tenant, cost, _prepare_in_process, text, kept, chain, starts, shown
             )
-        return with_data(PreparedPrompt(found.tolist(), hashes, pinned_tokens, placed), images)
+        prepared = PreparedPrompt(found.tolist(), hashes, pinned, system, placed)
+        return with_data(prepared, images)
 
     async def _read_images(self, request: ClientRequest) -> ReadImages | None:
         """Reads the images of a chat. Raises BadRequest if the model takes none."""
@@ -437,19 +447,26 @@ def with_data(prepared: PreparedPrompt, images: ReadImages | None) -> PreparedPr
     )
 
 
+class Starts(NamedTuple):
+    """Chats whose prompts begin as the prompt that is prepared. The numbers of their common tokens
+    are wanted. None: no number is."""
+
+    pinned: Conversation | None = None  # the first messages, if only they are to be pinned
+    system: Conversation | None = None  # `Conversation.beginning`
+
+
 def prepare_prompt(
     tokenizer: Tokenizer,
     text: _Text,
     kept: int | None,
     chain: Chain | None,
-    pinned: Conversation | None,
+    starts: Starts = Starts(),
     images: ReadImages | None = None,
 ) -> PreparedPrompt:
     """Tokenizes and hashes a prompt.
 
-    `kept` is the number of the prompt's last tokens to keep; None means all. If only the first
-    messages of a chat are to be pinned, `pinned` has these messages. The result has the images
-    without their data.
+    `kept` is the number of the prompt's last tokens to keep; None means all. The result has the
+    images without their data.
     """
     if isinstance(text, tuple):
         token_ids = list(text)
@@ -459,26 +476,28 @@ def prepare_prompt(
     placed: tuple[PromptImage, ...] = ()
     if images is not None:
         token_ids, placed = with_images(tokenizer, token_ids, images.read, images.rules)
-    pinned_tokens = 0 if pinned is None else _num_equal(tokenizer, pinned, token_ids, images)
+    pinned, system = (_num_equal(tokenizer, chat, token_ids, images) for chat in starts)
     if kept is not None:
         token_ids = token_ids[-kept:]
-    if chain is None:
-        return PreparedPrompt(token_ids, [], pinned_tokens, placed)
-    marks = image_marks(placed, chain.block_size)
-    hashes = hash_blocks(chain.root, token_ids, chain.block_size, marks)
-    return PreparedPrompt(token_ids, hashes, pinned_tokens, placed)
+    hashes: list[bytes] = []
+    if chain is not None:
+        marks = image_marks(placed, chain.block_size)
+        hashes = hash_blocks(chain.root, token_ids, chain.block_size, marks)
+    return PreparedPrompt(token_ids, hashes, pinned, system, placed)
 
 
 def _num_equal(
     tokenizer: Tokenizer,
-    chat: Conversation,
+    chat: Conversation | None,
     token_ids: Sequence[int],
     images: ReadImages | None,
 ) -> int:
     """Returns how many leading tokens of the prompt `token_ids` are the tokens of `chat`.
 
-    `chat` has the first messages of the prompt's chat. Returns 0 if the template rejects `chat`.
+    `chat` begins as the prompt's chat. Returns 0 if it is None or if the template rejects it.
     """
+    if chat is None:
+        return 0
     try:
         begins = tokenizer.encode_rendered(_render(tokenizer, chat))
         if images is not None:
@@ -585,18 +604,14 @@ def _prepare_in_process(
     text: _Text,
     kept: int | None,
     chain: Chain | None,
-    pinned: Conversation | None,
+    starts: Starts,
     images: ReadImages | None,
-) -> tuple[array[int], list[bytes], int, tuple[PromptImage, ...]]:
+) -> tuple[array[int], list[bytes], int, int, tuple[PromptImage, ...]]:
     """Tokenizes and hashes a prompt in a process.
 
     The token ids are an array, because a list of 100,000 ints is slow to unpickle.
     """
     assert _process_tokenizer is not None
-    prepared = prepare_prompt(_process_tokenizer, text, kept, chain, pinned, images)
-    return (
-        array("I", prepared.token_ids),
-        prepared.block_hashes,
-        prepared.pinned_tokens,
-        prepared.images,
-    )
+    found = prepare_prompt(_process_tokenizer, text, kept, chain, starts, images)
+    ids = array("I", found.token_ids)
+    return ids, found.block_hashes, found.pinned_tokens, found.system_tokens, found.images
