@@ -296,6 +296,7 @@ class Step(Structure):
                 "query_factors",
                 "spans",
                 "logit_rows",
+                "embeddings",
                 "groups",
                 "logits",
                 "most_likely",

@@ -45,6 +45,7 @@ from tandem.common.process.cancellation import cancel
 from tandem.common.process.garbage import exempt_loaded
 from tandem.errors import MemoryGrown, TandemError
 from tandem.models.files import naming, read_json_if_any
+from tandem.models.images import read_rules
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.observability.traces import make_tracing
@@ -422,6 +423,7 @@ def _load(config: RouterConfig) -> LoadedModel:
         folder.path,
         tokenizer,
         num_processes=config.tokenizer_processes,
+        image_rules=read_rules(folder),
         finds_system=folder.config.has_states,
     )
     answers = ModelFormat(tokenizer, config.answers)

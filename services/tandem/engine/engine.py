@@ -34,6 +34,7 @@ from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.layout.kv_groups import divide_pool
 from tandem.engine.executor.sampler import Sampled, StepSampler
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.kept_chains import KeptChains
 from tandem.engine.load import measure_load, measure_stats
 from tandem.engine.new_sequences import NewSequences
@@ -53,6 +54,10 @@ from tandem.errors import BadRequest, InternalError, QueueFull, Returned, Tandem
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.masks import MASK_WAIT_S, GrammarMasks, GrammarMatcher
 
+# Longest time in seconds for which a step without chunks waits for an image's embedding. Commands
+# and other events are handled after it.
+_IMAGE_WAIT_S = 0.005
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
@@ -71,10 +76,12 @@ class Engine:
         model_fingerprint: str,
         compiler: GrammarCompiler | None = None,
         start_thread: Callable[[str], JobThread] = IoThread,
+        images: ImageRows | None = None,
     ) -> None:
         """Allocates the KV pool. Raises ConfigError.
 
-        Without `compiler`, sequences with a grammar are refused. `start_thread` starts the threads
+        Without `compiler`, sequences with a grammar are refused, and without `images`, those with
+        images. `start_thread` starts the threads
         that copy blocks between the pool and the tiers below it (host memory, disk, object store).
         """
         self.max_model_len = runner.max_model_len
@@ -93,6 +100,7 @@ class Engine:
             runner, num_slots=config.max_loras, rank_max=config.max_lora_rank
         )
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
+        self._images = images or ImageRows(None, "the model takes text only")
         self._kv = KvCache(self.layout, report_tokens=config.report_block_tokens)
         self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
@@ -108,6 +116,7 @@ class Engine:
             self.layout,
             self._grammars,
             self._adapters,
+            self._images,
             self._speculator,
         )
         self._tiers = make_tiers(
@@ -131,6 +140,7 @@ class Engine:
             shared_wait_s=config.shared_wait_s,
             adapters=self._adapters,
             tiers=self._tiers,
+            images=self._images,
             speculator=self._speculator,
         )
         self._sequences = LiveSequences()
@@ -154,6 +164,7 @@ class Engine:
         loaded = self._settle_loads()
         for sequence, error in self._scheduler.find_late():
             self._fail(sequence, error)
+        self._settle_images()
         late_masks = self._settle_masks()
         ahead = self._ahead
         schedule = self._scheduler.schedule() if ahead is None else self._scheduler.admit()
@@ -183,6 +194,8 @@ class Engine:
             work = schedule.work
         elif late_masks:
             self._grammars.wait_for_any(late_masks)
+        elif self._images.is_computing:
+            self._images.wait(_IMAGE_WAIT_S)
         return self._take_report(work, started)
 
     def add(self, spec: SequenceSpec) -> None:
@@ -417,6 +430,7 @@ class Engine:
     def close(self) -> None:
         """Ends the threads of the tiers. First, for at most a few seconds, they write copies of the
         blocks that have no copy in a tier yet."""
+        self._images.close()
         self._tiers.close()
 
     def _enter(self, sequence: Sequence) -> None:
@@ -464,6 +478,13 @@ class Engine:
             adapter = sequence.spec.adapter
             if adapter is not None and adapter.digest in errors:
                 self._fail(sequence, errors[adapter.digest])
+
+    def _settle_images(self) -> None:
+        errors = self._images.settle()
+        for sequence in list(self._scheduler.running) if errors else ():
+            found = [image.digest for image in sequence.missing_images if image.digest in errors]
+            if found:
+                self._fail(sequence, errors[found[0]])
 
     def _settle_masks(self) -> list[GrammarMatcher]:
         """Returns the grammar matchers whose masks are still being computed. The sequences of these

@@ -8,6 +8,7 @@ from tandem.common.block_hash import chain_root
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.logit_edits import logit_edits
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.check_spec import check_spec
@@ -31,6 +32,7 @@ class NewSequences:
         layout: KvLayout,
         grammars: GrammarMasks,
         adapters: AdapterSlots,
+        images: ImageRows,
         speculator: Speculator,
     ) -> None:
         self._root = partial(
@@ -53,6 +55,7 @@ class NewSequences:
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
             check_adapter=adapters.check,
+            check_images=images.check,
             why_no_budgets=runner.why_no_budgets,
         )
 

@@ -50,9 +50,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from tandem.common.block_hash import block_hash, hash_blocks
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.prompt_image import PromptImage, image_marks
 from tandem.engine.cache.block_copy import NO_PART, BlockCopy, BlockPart
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.checkpoints import Checkpoints
@@ -61,6 +63,9 @@ from tandem.engine.logit_edits import LogitEdits
 from tandem.engine.speculation.drafter import NOTHING, Drafter, Proposal
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.models.grammars.masks import GrammarMatcher
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Status(Enum):
@@ -150,6 +155,8 @@ class Sequence:
     block_size: int
     chain_root: bytes
     block_hashes: list[bytes]  # one hash for each full block of token_ids
+    # Index of each block with tokens of images -> its mark (common/prompt_image.py).
+    marks: Mapping[int, bytes]
     # PREFILL_ONLY: number of leading blocks that need no report, because the consumer does not want
     # them or they were reported already.
     num_reported_blocks: int
@@ -193,6 +200,8 @@ class Sequence:
     # PREFILL_ONLY: predicted time in seconds from the end of the last chunk until the consumer has
     # pulled all KV computed so far.
     pull_lag_s: float = 0.0
+    # Embeddings of the prompt's images that are still to be computed here, by the image's digest.
+    image_rows: dict[bytes, torch.Tensor] = field(default_factory=dict)
     drafter: Drafter | None = None  # proposes next tokens; None: the sequence does not speculate
     edits: LogitEdits | None = None  # edits of the next token's logits; None: no edits
     # Log probabilities of the prompt's tokens that were computed and not yet reported.
@@ -212,6 +221,7 @@ class Sequence:
         checkpoints: Checkpoints | None = None,
     ) -> Sequence:
         num_reusable = 0 if spec.kv_budget else (len(spec.token_ids) - 1) // block_size
+        marks = image_marks(spec.images, block_size)
         takes_none = spec.mode is Mode.WAITING_FOR_REMOTE_KV or (
             spec.sampling.prompt_logprobs is not None
         )
@@ -223,7 +233,8 @@ class Sequence:
             arrival=arrival,
             block_size=block_size,
             chain_root=chain_root,
-            block_hashes=hash_blocks(chain_root, spec.token_ids, block_size),
+            block_hashes=hash_blocks(chain_root, spec.token_ids, block_size, marks),
+            marks=marks,
             num_reported_blocks=spec.first_wanted_block,
             next_in_transfer=spec.first_wanted_block,
             num_prefix_blocks=0 if takes_none else min(spec.prefix_blocks, num_reusable),
@@ -267,6 +278,32 @@ class Sequence:
     def block_tokens(self, index: int) -> list[int]:
         """Returns the token ids of a block; the last block may have fewer than `block_size`."""
         return self.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
+    def shown_tokens(self, index: int) -> list[int]:
+        """Returns the token ids of a block, by which other sequences find the block. A block with
+        tokens of an image is found by its hash alone, because the tokens do not say which image."""
+        return [] if index in self.marks else self.block_tokens(index)
+
+    def first_image_token(self, first: int, end: int) -> int:
+        """Returns the index of the first token of an image among the tokens `first` to `end` - 1;
+        `end` if there is none."""
+        found = (at for image in self.spec.images for at, _ in image.rows_in(first, end))
+        return min(found, default=end)
+
+    @property
+    def missing_images(self) -> list[PromptImage]:
+        """The images with tokens whose KV is missing."""
+        tokens = self.num_computed_tokens, self.spec.num_prompt_tokens
+        return [image for image in self.spec.images if any(image.rows_in(*tokens))]
+
+    def embeddings(self, first: int, end: int) -> list[tuple[int, torch.Tensor]]:
+        """Returns the embeddings of images for the tokens `first` to `end` - 1: for each run of
+        their tokens, the index of the first one after `first`, and fp32 [tokens, hidden]."""
+        return [
+            (at - first, self.image_rows[image.digest][rows.start : rows.stop])
+            for image in self.spec.images
+            for at, rows in image.rows_in(first, end)
+        ]
 
     @property
     def num_missing_tokens(self) -> int:
@@ -446,7 +483,8 @@ class Sequence:
             self.edits.append(token_id)
         if len(self.token_ids) % self.block_size == 0:
             parent = self.block_hashes[-1] if self.block_hashes else self.chain_root
-            self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :]))
+            mark = self.marks.get(len(self.block_hashes), b"")
+            self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :], mark))
 
     def append_drawn(self, token_id: int, max_model_len: int, forced_max: int) -> list[int]:
         """Appends a sampled token. If the grammar then allows only one next token, appends this
@@ -480,7 +518,12 @@ class Sequence:
             return b"", []
         parent_hash = self.block_hashes[num_blocks - 1] if num_blocks else self.chain_root
         wanted = self.block_tokens(num_blocks)
-        return parent_hash, wanted[:-1] if num_blocks == self.last_depth else wanted
+        if num_blocks == self.last_depth:
+            wanted = wanted[:-1]
+        if num_blocks in self.marks:
+            start = num_blocks * self.block_size
+            wanted = wanted[: self.first_image_token(start, start + len(wanted)) - start]
+        return parent_hash, wanted
 
     def plan(
         self, num_cached_blocks: int, parent: Sequence | None = None, part: BlockPart | None = None
@@ -565,6 +608,7 @@ class Sequence:
             and self.chain_root == parent.chain_root
             and self.block_hashes[:num_blocks] == parent.block_hashes[:num_blocks]
             and self.token_ids[start:end] == parent.token_ids[start:end]
+            and self.marks.get(num_blocks) == parent.marks.get(num_blocks)
         )
         if not can_fork:
             return None
@@ -599,6 +643,8 @@ class Sequence:
         """Records that the KV of `num_tokens` more tokens is in the pool. Loaded blocks that
         directly follow these tokens then count as computed too."""
         self.num_computed_tokens += num_tokens
+        if self.image_rows and not self.missing_images:
+            self.image_rows = {}
         self.has_run |= num_tokens > 0
         if self.loading.loaded:
             num_blocks = self.num_computed_tokens // self.block_size
@@ -619,7 +665,7 @@ class Sequence:
                 chain_root=self.chain_root,
                 first=self.num_stored_blocks,
                 last=num_full_blocks,
-                block_tokens=self.block_tokens,
+                block_tokens=self.shown_tokens,
                 adapter=self.spec.adapter,
                 resumable=(self.spec.num_prompt_tokens // self.block_size, self.num_known_blocks),
             )
@@ -647,7 +693,7 @@ class Sequence:
             self.tables,
             self.block_hashes[:depth],
             chain_root=self.chain_root,
-            token_ids=self.block_tokens(depth - 1),
+            token_ids=self.shown_tokens(depth - 1),
             adapter=self.spec.adapter,
             is_wanted=not self.frozen_at,
         )
@@ -659,7 +705,7 @@ class Sequence:
                 self.tables,
                 self.block_hashes[:depth],
                 chain_root=self.chain_root,
-                token_ids=self.block_tokens(depth - 1),
+                token_ids=self.shown_tokens(depth - 1),
                 adapter=self.spec.adapter,
             )
 
@@ -689,6 +735,7 @@ class Sequence:
         self.num_computed_tokens = self.num_stored_blocks = self.frozen_at = 0
         self.loading = Loading()
         self.is_forked = False
+        self.image_rows = {}
         return tables
 
 

@@ -28,6 +28,7 @@ from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.common.kv_budget import KvBudget
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.perf_model.soonest import Offer, Producer
+from tandem.common.prompt_image import PromptImage
 from tandem.common.retention import NO_RETENTION, Retention
 from tandem.common.sampling_params import SamplingParams
 from tandem.common.speculation import Speculated, SpeculationStats
@@ -54,6 +55,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     cache_salt: bytes = b""
     adapter: Adapter | None = None  # the LoRA adapter; None: the base model alone
+    images: tuple[PromptImage, ...] = ()  # the prompt's images, in the order of their tokens
     # WAITING_FOR_REMOTE_KV: the sequence waits for a peer if at least this number of tokens is
     # missing. Otherwise this engine prefills the missing tokens.
     remote_prefill_min_tokens: int = 0

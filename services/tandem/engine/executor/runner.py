@@ -218,6 +218,7 @@ class ModelRunner:
             log.info("no request speculates, because %s", self.why_no_speculation)
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self._has_triton = kernels == "triton"
+        self.takes_embeddings = kernels != "triton" and not is_library
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
         # Native ranks write their logits to their columns of one array, which rank 0 reads.
         self.shards_logits = kernels != "native" and config.tensor_parallel > 1

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
     from tandem.common.kv_budget import VisibleKeys
     from tandem.engine.cache.heavy_hitters import Sums
 
@@ -45,6 +47,9 @@ class SequenceSlice(NamedTuple):
     # Sum of the attention weights that each block got in all steps, fp32 [blocks]. The step adds
     # its own weights in place. None unless the KV budget keeps heavy hitters.
     block_sums: Sums | None = None
+    # Embeddings that take the place of those of some tokens: (index of the first token in
+    # `token_ids`, fp32 [tokens, hidden] on the host) for each run of such tokens.
+    given: Sequence[tuple[int, torch.Tensor]] = ()
     # Number of proposed tokens at the end of `token_ids`. The logits of each, and of the token
     # before the first, are needed.
     num_drafts: int = 0

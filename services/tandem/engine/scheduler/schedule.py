@@ -55,6 +55,7 @@ class Chunk(NamedTuple):
                 adapter=digest_of(sequence.spec.adapter),
                 num_evicted=hitters.num_evicted_tokens,
                 block_sums=hitters.sums(context_len),
+                given=sequence.embeddings(start, end),
             )
         return SequenceSlice(
             token_ids=[*sequence.token_ids[start:end], *self.drafts],
@@ -66,6 +67,7 @@ class Chunk(NamedTuple):
             wants_hidden=self.samples and sequence.spec.embed,
             adapter=digest_of(sequence.spec.adapter),
             visible=budget.visible if budget is not None else None,
+            given=sequence.embeddings(start, end),
             num_drafts=len(self.drafts),
         )
 

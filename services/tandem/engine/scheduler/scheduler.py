@@ -46,6 +46,7 @@ from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots, AdapterSlotState
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.layout.kv_groups import SLOTS_OF_SEQUENCE
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
 from tandem.engine.scheduler.deadlines import Deadlines
 from tandem.engine.scheduler.early_reuse import EarlyReuse, find_parent
@@ -82,6 +83,7 @@ class Scheduler:
         shared_wait_s: float,
         adapters: AdapterSlots,
         tiers: Tiers,
+        images: ImageRows,
         speculator: Speculator,
     ) -> None:
         self.waiting: list[Sequence] = []
@@ -98,6 +100,7 @@ class Scheduler:
         self._max_tokens_per_step = max_tokens_per_step
         self._itl_limit_s = itl_limit_s
         self._adapters = adapters
+        self._images = images
         self._speculator = speculator
         self._unmeasured = kv.rates(max_tokens_per_step)
         self.deadlines = Deadlines(self._prefill_rates, self._has_rates, time.monotonic)
@@ -553,11 +556,32 @@ class Scheduler:
         num_tokens = min(num_tokens, sequence.num_next_tokens)
         if sequence.needs_mask_first:
             num_tokens = min(num_tokens, sequence.num_missing_tokens - 1)
+        num_tokens = self._with_images(sequence, num_tokens)
         # Shortens the chunk if the pool of a window has too few blocks, because other sequences
         # hold blocks for their own chunks.
         end = self._kv.extend(sequence.tables, sequence.num_computed_tokens + num_tokens)
         if end > sequence.num_computed_tokens:
             schedule.add(sequence, end - sequence.num_computed_tokens)
+
+    def _with_images(self, sequence: Sequence, num_tokens: int) -> int:
+        """Returns the size of a chunk of at most `num_tokens` tokens that ends before the first
+        image whose embedding is not computed yet. Embeddings that are needed later are begun, too,
+        and those of computed tokens are dropped."""
+        if not sequence.spec.images:
+            return num_tokens
+        first = sequence.num_computed_tokens
+        end = first + num_tokens
+        needed = {}
+        for image in sequence.missing_images:
+            rows = sequence.image_rows.get(image.digest)
+            if rows is None:
+                rows = self._images.find(image)
+            if rows is not None:
+                needed[image.digest] = rows
+            else:
+                end = min(end, *(at for at, _ in image.rows_in(first, end)), end)
+        sequence.image_rows = needed
+        return end - first
 
     def computed(self, chunk: Chunk) -> None:
         """Updates `pull_lag_s` of a chunk's sequence: the seconds for which the consumer still

@@ -30,6 +30,13 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class SentImage:
+    """An image in a message, as the client sent it."""
+
+    url: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     role: str
     content: str | None  # None: the message is an assistant message with only tool calls
@@ -37,14 +44,15 @@ class Message:
     tool_call_id: str = ""
     name: str = ""  # name of the speaker, or of a tool's function
     reasoning: str = ""
-    # The texts, if the client sent the content as a list of texts. `content` then has all texts,
-    # joined by line breaks as in vLLM.
-    parts: tuple[str, ...] = field(default=(), compare=False)
+    # The texts and images, if the client sent the content as a list of them. `content` then has all
+    # texts, joined by line breaks as in vLLM.
+    parts: tuple[str | SentImage, ...] = field(default=(), compare=False)
 
     @classmethod
-    def of_parts(cls, role: str, parts: Sequence[str], **fields: Any) -> Self:
-        """Returns a message whose content was sent as a list of texts."""
-        return cls(role, "\n".join(parts), parts=tuple(parts), **fields)
+    def of_parts(cls, role: str, parts: Sequence[str | SentImage], **fields: Any) -> Self:
+        """Returns a message whose content was sent as a list of texts and images."""
+        text = "\n".join(part for part in parts if isinstance(part, str))
+        return cls(role, text, parts=tuple(parts), **fields)
 
     def __post_init__(self) -> None:
         if not _ROLE.fullmatch(self.role):
@@ -54,11 +62,18 @@ class Message:
                 param="messages",
             )
 
+    @property
+    def images(self) -> list[SentImage]:
+        return [part for part in self.parts if isinstance(part, SentImage)]
+
     def template_input(self) -> dict[str, Any]:
         """Returns the message for `ChatTemplate.render`, with only the fields that were sent."""
         content: Any = self.content
-        if len(self.parts) > 1:
-            content = [{"type": "text", "text": text} for text in self.parts]
+        if len(self.parts) > 1 or self.images:
+            content = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                for part in self.parts
+            ]
         given: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             given["tool_calls"] = [call.template_input() for call in self.tool_calls]
@@ -133,6 +148,11 @@ class Conversation:
             return ()
         named = (tool for tool in self.tools if tool["function"]["name"] == self.only_tool)
         return tuple(named)[:1] if self.only_tool else self.tools
+
+    @property
+    def images(self) -> list[SentImage]:
+        """The images of all messages, in their order."""
+        return [image for message in self.messages for image in message.images]
 
     @property
     def continued(self) -> str | None:

@@ -392,6 +392,7 @@ class Generator:
             block_size=compatibility.block_size if compatibility else 0,
             pinned_tokens=prepared.pinned_tokens,
             system_tokens=prepared.system_tokens,
+            images=prepared.images,
         )
         return Job(checked, Progress(prepared.block_hashes, timeline))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.scheduler.schedule import Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status
@@ -36,6 +37,7 @@ class Bench:
             shared_wait_s=10.0,
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
             tiers=no_tiers(self.kv.pools[0]),
+            images=ImageRows(None),
             speculator=Speculator(None, self.step_time, 1000),
         )
         self.sequences: list[Sequence] = []

@@ -15,6 +15,7 @@ from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.engine import Engine
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.scheduler.schedule import Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
@@ -61,6 +62,7 @@ class Bench:
             shared_wait_s=10.0,
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
             tiers=no_tiers(kv.pools[0]),
+            images=ImageRows(None),
             speculator=Speculator(None, self.step_time, 1000),
         )
         self.num_added = 0

@@ -104,7 +104,7 @@ class Retention(_message.Message):
     def __init__(self, returns: bool = ..., pin_s: _Optional[float] = ..., weight: _Optional[int] = ..., num_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class SequenceInput(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "prompt_logprobs", "grammar", "embed", "adapter", "retention", "kv_budget", "system_tokens")
+    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "prompt_logprobs", "grammar", "embed", "adapter", "retention", "kv_budget", "system_tokens", "images")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class SequenceInput(_message.Message):
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     KV_BUDGET_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: Sampling
@@ -131,7 +132,20 @@ class SequenceInput(_message.Message):
     retention: Retention
     kv_budget: SequenceKvBudget
     system_tokens: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[str] = ..., embed: bool = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., kv_budget: _Optional[_Union[SequenceKvBudget, _Mapping]] = ..., system_tokens: _Optional[int] = ...) -> None: ...
+    images: _containers.RepeatedCompositeFieldContainer[PromptImage]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[str] = ..., embed: bool = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., kv_budget: _Optional[_Union[SequenceKvBudget, _Mapping]] = ..., system_tokens: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
+
+class PromptImage(_message.Message):
+    __slots__ = ("digest", "data", "starts", "run_length")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    RUN_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    data: bytes
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    run_length: int
+    def __init__(self, digest: _Optional[bytes] = ..., data: _Optional[bytes] = ..., starts: _Optional[_Iterable[int]] = ..., run_length: _Optional[int] = ...) -> None: ...
 
 class SequenceKvBudget(_message.Message):
     __slots__ = ("policy", "tokens", "sinks")
