@@ -69,6 +69,7 @@ from tandem.models.limits import check_settings, max_context
 from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
+from tandem_kernels.native.library import BITS_VERSION
 from tandem_kernels.row_pool import RowPool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.state_pool import Pool, StatePool
@@ -321,10 +322,11 @@ class ModelRunner:
                     model, weights, num_threads=config.num_threads, int8=int8, memory=memory
                 )
                 self.kernels_name = f"native ({native.instructions or 'plain'})"
+                self.numerics_name += f"-{BITS_VERSION}"
                 # With invariant numerics, the bits still depend on the instruction set.
                 if config.numerics == "invariant":
                     name = native.instructions or ""
-                    self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
+                    self.numerics_name += f"-{_FP32_AS.get(name, name)}"
                 widens = dtype_name == "bfloat16" and not native.multiplies_bf16
                 if widens and has_bfloat16(self.device) and not int8 and not keeps and not memory:
                     self._large = TorchSteps(model, weights, config.numerics)
