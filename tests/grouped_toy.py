@@ -90,6 +90,7 @@ def continuation(
 
 class GroupedToyRunner(ToyRunner):
     why_no_budgets = ""
+    why_no_speculation = ""
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class GroupedToyRunner(ToyRunner):
         self.windows = windows
         if STATE in windows:
             self.why_no_budgets = "the toy has states"
+            self.why_no_speculation = "the toy has states"
         self.kv_dtype_name = kv_dtype
 
     def layout(self, *num_blocks: int) -> KvLayout:

@@ -77,7 +77,9 @@ def write_adapter(
     config = _DEFAULTS | settings
     (path / "adapter_config.json").write_text(json.dumps(config))
     random = torch.Generator().manual_seed(seed)
-    ends = tuple(config["target_modules"] if modules is None else modules)
+    if modules is None:
+        modules = config["target_modules"]
+    ends = ("",) if modules == "all-linear" else tuple(modules)
     made, stored = {}, {}
     for own_name, (num_out, num_in) in linear_shapes(model).items():
         name = checkpoint_name(model, own_name)

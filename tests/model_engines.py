@@ -7,6 +7,7 @@ from typing import Any
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.vision_tower import make_image_rows
 from tandem.models.folder import ModelFolder
 from tandem.models.grammars.compiler import GrammarCompiler
 
@@ -22,4 +23,5 @@ def make_model_engine(
     settings = {"model": "", "device": "cpu", "itl_target_s": 0.0} | settings
     config = EngineConfig(**settings)
     runner = ModelRunner(folder, config)
-    return Engine(config, runner, folder.fingerprint, compiler), runner
+    images = make_image_rows(folder, runner, config)
+    return Engine(config, runner, folder.fingerprint, compiler, images=images), runner

@@ -86,6 +86,7 @@ class ToyRunner:
     kv_dtype_name = "float32"
     tokens_per_step = 512
     why_no_budgets = "the toy sees all tokens"
+    why_no_speculation = ""
     vocab_size = 1 << 31  # vocabulary of prompts; generated tokens are within VOCABULARY
     launches_ahead = False
     shards_logits = False
@@ -116,6 +117,9 @@ class ToyRunner:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         self._start(lambda: self._copy(copies))
+
+    def store_states(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        self.copy_blocks(copies)
 
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         for source, target, _ in copies:

@@ -88,6 +88,7 @@ class DeviceRunner:
     num_pools = 1
     shards_logits = False
     why_no_budgets = ""
+    why_no_speculation = ""
     vocab_size = 128_000
     max_model_len = 8192
     tokens_per_step = 1 << 20  # the first step computes all prompts
@@ -111,6 +112,9 @@ class DeviceRunner:
         self.kv = torch.zeros(1, dtype=torch.uint8)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        assert not copies
+
+    def store_states(self, copies: Sequence[tuple[int, int, int]]) -> None:
         assert not copies
 
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:

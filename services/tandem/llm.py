@@ -48,12 +48,14 @@ from tandem.common.sampling_params import SamplingParams as SamplingParams
 from tandem.common.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.vision_tower import make_image_rows
 from tandem.engine.tiers.io_thread import IoThread
 from tandem.engine.types import Mode, NewTokens, SequenceSpec, StepReport, TokenLogprobs
 from tandem.errors import BadRequest, ConfigError, NotNow, TandemError, from_code
 from tandem.models.files import naming, read_json_if_any
 from tandem.models.folder import ModelFolder
 from tandem.models.grammars.compiler import GrammarCompiler
+from tandem.models.images import read_rules
 from tandem.models.lora.adapter import open_lora
 from tandem.models.source import BUILT_IN, built_in_file, resolve
 from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer
@@ -65,7 +67,12 @@ from tandem.router.request.delta import normalized
 from tandem.router.request.job import PreparedRequest, model_input, prepare_request
 from tandem.router.request.prompt.formats import wanted_form, with_template_options
 from tandem.router.request.prompt.grammar_checker import checked_grammar
-from tandem.router.request.prompt.prompts import prepare_prompt, spell
+from tandem.router.request.prompt.prompts import (
+    prepare_prompt,
+    read_images,
+    spell,
+    with_data,
+)
 from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, read_model_defaults
 from tandem.router.request.text import TextStream, text_stream
 from tandem.worker.convert import sequence_spec
@@ -210,6 +217,7 @@ class LLM:
             config.model, revision=config.model_revision, model_impl=config.model_impl
         )
         self._tokenizer = Tokenizer.of(self._folder)
+        self._image_rules = read_rules(self._folder)
         self._answers = ModelFormat(self._tokenizer, self._answer_config)
         self._compiler = GrammarCompiler.of(self._folder)
         self._defaults = self._read_defaults()
@@ -389,13 +397,15 @@ class LLM:
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
         request = with_template_options(self._answers, request)
         prompt = request.prompt
-        token_ids = prepare_prompt(
+        images = read_images(request, self._image_rules)
+        prepared = prepare_prompt(
             self._tokenizer,
             RenderedText(prompt) if isinstance(prompt, str) else prompt,
             request.prompt_tokens_max(max_model_len),
             None,
-            None,
-        ).token_ids
+            images=images,
+        )
+        token_ids = prepared.token_ids
         pool_tokens = self._engine.pool_tokens
         max_tokens = request.resolved_max_tokens(
             len(token_ids), max_model_len, pool_tokens=pool_tokens
@@ -410,6 +420,7 @@ class LLM:
             bad_words=spell(self._tokenizer, request.sampling.bad_words or ()),
             grammar="" if form is None else checked_grammar(self._compiler, form),
             adapter=adapter,
+            images=with_data(prepared, images).images,
         )
 
     def _token_text(self, token_id: int) -> str:
@@ -746,7 +757,8 @@ class _EngineThread:
                 IoThread, on_job_end=lambda: self._calls.put(Engine.has_work)
             )  # any queued call wakes the engine's thread; this one has no other effect
             runner = ModelRunner(folder, config, on_rank_end=self._note_rank_end)
-            engine = Engine(config, runner, folder.fingerprint, compiler, start_thread)
+            images = make_image_rows(folder, runner, config)
+            engine = Engine(config, runner, folder.fingerprint, compiler, start_thread, images)
             pool_tokens = engine.load().longest_sequence * config.block_size
         except BaseException as error:
             started.set_exception(error)

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tandem.models.config.model import ModelConfig
 from tests.parity.compare import assert_as_transformers
 from tests.parity.ways import (
     Answer,
@@ -71,6 +72,13 @@ _CASES = [
 ]
 
 
+def _small_pool(model: ModelConfig) -> int:
+    """A number of blocks that one request needs, and two at a time do not get."""
+    if model.shared_kv is None and all(layer.window is not None for layer in model.layers):
+        return 7  # of the longest prompt, only the blocks in the window stay
+    return 20
+
+
 @pytest.mark.parametrize(("family", "kernels", "names"), _CASES)
 def test_each_way_and_warm(
     family: str,
@@ -95,7 +103,10 @@ def test_each_way_and_warm(
     num_tokens = _MIGRATED_TOKENS if "migrated" in names else _NUM_TOKENS
     sent = [_make_request(prompt, num_tokens) for prompt in _PROMPTS]
     options = ("--kernels", kernels, "--max-tokens-per-step", str(_CHUNK))
-    with start_ways(redis_server, tmp_path, str(folder), *options, names=names) as ways:
+    pool = _small_pool(stored.config)
+    with start_ways(
+        redis_server, tmp_path, str(folder), *options, names=names, small_pool=pool
+    ) as ways:
 
         def send(requests: list[ParityRequest]) -> dict[str, list[Answer]]:
             """Sends requests in all ways, and checks their answers."""

@@ -151,6 +151,30 @@ def test_each_way(
             assert _num_cached(answer) >= len(body["prompt"]) - 20 - 64, name
 
 
+@pytest.mark.slow
+def test_a_chat_resumes_after_the_system_prompt_of_an_earlier_one(
+    redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    """The first chat freezes a state there. With a prefill worker, this is the one that has it."""
+    (tmp_path / "model").mkdir()
+    model = make_random_model(tmp_path / "model", "qwen3_next")
+    names = ("aggregated", "nixl")
+    options = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    system = {"role": "system", "content": "You answer each question in one word. " * 18}
+    with start_ways(
+        redis_server, tmp_path, str(tmp_path / "model"), small_pool=_SMALL_POOL, names=names
+    ) as ways:
+        for word, num_cached in (("tea", 0), ("sun", 128)):
+            messages = [system, {"role": "user", "content": f"{word} " * 200}]
+            chat = {"messages": messages} | options
+            found = asyncio.run(send_all_ways(ways, [("/v1/chat/completions", chat)]))
+            for name in names:
+                (answer,) = found[name]
+                made = _token_ids(answer)
+                assert _greedy(model, answer["prompt_token_ids"], made) == made, name
+                assert _num_cached(answer) == num_cached, name
+
+
 @pytest.mark.parametrize(
     "family", ["qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.slow)]
 )

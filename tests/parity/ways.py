@@ -75,12 +75,10 @@ class Way:
 
 
 @dataclass
-class Migrated(Way):
-    """Requests of a worker that leaves the decode pool while they run, when another worker
-    joins."""
+class Held(Way):
+    """Requests that run at the same time: decode steps are slow until enough of them run."""
 
     decodes: str = "decode-0"
-    comes: str = "prefill-0"
 
     async def _send_some(
         self, client: httpx.AsyncClient, sent: Sequence[ParityRequest]
@@ -88,21 +86,45 @@ class Migrated(Way):
         hold = _hold_file(self.cluster)
         hold.touch()
         answers = asyncio.gather(*(_send(client, *one) for one in sent))
-        await asyncio.to_thread(self._wait_running, len(sent))
-        await self._flip(self.comes, "decode")
-        await self._flip(self.decodes, "prefill")
+        await asyncio.to_thread(self._wait_running, self._enough(len(sent)), answers)
+        await self._disturb()
         hold.unlink()
-        self.decodes, self.comes = self.comes, self.decodes
         return list(await answers)
 
-    def _wait_running(self, num_asked: int) -> None:
-        """Waits until most of the requests decode, or for a moment if they are too short."""
+    def _enough(self, num_asked: int) -> int:
+        return min(2, num_asked)
+
+    def _wait_running(self, wanted: int, answers: asyncio.Future[list[Answer]]) -> None:
+        """Waits until `wanted` requests decode, until all have ended, or for a while if the worker
+        cannot run so many."""
         with contextlib.suppress(TimeoutError):
             wait_for(
-                lambda: metric(self.cluster, self.decodes, "tandem_num_running") > num_asked / 2,
-                deadline_s=3.0,
+                lambda: (
+                    answers.done()
+                    or metric(self.cluster, self.decodes, "tandem_num_running") >= wanted
+                ),
+                deadline_s=10.0,
                 what="running",
             )
+
+    async def _disturb(self) -> None:
+        """Does something to the cluster while the requests run."""
+
+
+@dataclass
+class Migrated(Held):
+    """Requests of a worker that leaves the decode pool while they run, when another worker
+    joins."""
+
+    comes: str = "prefill-0"
+
+    def _enough(self, num_asked: int) -> int:
+        return num_asked // 2 + 1
+
+    async def _disturb(self) -> None:
+        await self._flip(self.comes, "decode")
+        await self._flip(self.decodes, "prefill")
+        self.decodes, self.comes = self.comes, self.decodes
 
     async def _flip(self, worker_id: str, role: str) -> None:
         async with httpx.AsyncClient(timeout=120) as client:
@@ -185,7 +207,7 @@ def start_ways(
         "cuda_ipc": (Way, (1, 1), (*remote, "--transport", "cuda_ipc")),
         "nixl": (Way, (1, 1), (*remote, "--transport", "nixl")),
         "grpc": (Way, (1, 1), (*remote, "--transport", "grpc")),
-        "preempted": (Way, (0, 1), ("--num-blocks", str(small_pool))),
+        "preempted": (Held, (0, 1), ("--num-blocks", str(small_pool))),
         "migrated": (Migrated, (1, 1), (*remote, "--transport", "nixl")),
         "ranks": (Way, (1, 1), (*remote, "--transport", "nixl")),
         "disk": (Restarted, (0, 1), disk),
@@ -205,7 +227,7 @@ def start_ways(
             for role, count, num_ranks in roles:
                 degree = {"aggregated": 1, "disk": 1, "ranks": 2}.get(name, num_ranks)
                 for number in range(count):
-                    is_slow = kind is Migrated
+                    is_slow = issubclass(kind, Held)
                     cluster.start_worker(
                         f"{role}-{number}",
                         role,

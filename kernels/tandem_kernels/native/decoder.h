@@ -337,7 +337,8 @@ struct LoraRows {  // the rows of one adapter
 };
 
 struct Step {
-    const int32_t* token_ids;  // [rows]
+    // [rows]: -1 - i stands for row i of `embeddings` in place of a token.
+    const int32_t* token_ids;
     const int32_t* positions;  // [rows]
     const float* cosines;      // [tables][positions][rotated dim / 2]
     const float* sines;
@@ -345,6 +346,9 @@ struct Step {
     const float* query_factors;
     const Span* spans;
     const int32_t* logit_rows;
+    // [number of negative token ids, hidden]: embeddings that are no tokens', such as an image's.
+    // null: there are none. Only if there is one rank.
+    const float* embeddings;
     const KvGroup* groups;
     float* logits;         // [num_logit_rows, vocab]
     // [num_logit_rows]: the most likely token of each row, with the lowest id if logits are equal

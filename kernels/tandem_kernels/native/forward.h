@@ -215,13 +215,18 @@ inline void embed(const Model& model, int token, float* to) {
 // the embeddings of these tokens.
 inline void embed_all(const Model& model, const Step& step, float* hidden, const Team& team) {
     const auto embed_row = [&](int row) {
-        embed(model, step.token_ids[row], hidden + static_cast<size_t>(row) * model.hidden);
+        const int token = step.token_ids[row];
+        float* to = hidden + static_cast<size_t>(row) * model.hidden;
+        if (token >= 0) return embed(model, token, to);
+        std::memcpy(to, step.embeddings + static_cast<size_t>(-1 - token) * model.hidden,
+                    model.hidden * sizeof(float));
     };
     if (model.embedding != nullptr) return team.each(step.num_rows, embed_row);
     const int first = model.output.first_panel, end = first + model.output.num_panels;
     for (int row = team.own_thread; row < step.num_rows; row += team.own_threads) {
-        const int panel = step.token_ids[row] / kPanel;
-        if (panel >= first && panel < end) embed_row(row);
+        const int token = step.token_ids[row];
+        const int panel = token / kPanel;
+        if (token < 0 || (panel >= first && panel < end)) embed_row(row);
     }
     team.wait();
 }

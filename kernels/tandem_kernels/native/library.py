@@ -300,6 +300,7 @@ class Step(Structure):
                 "query_factors",
                 "spans",
                 "logit_rows",
+                "embeddings",
                 "groups",
                 "logits",
                 "most_likely",

@@ -45,6 +45,7 @@ from tandem.common.process.cancellation import cancel
 from tandem.common.process.garbage import exempt_loaded
 from tandem.errors import MemoryGrown, TandemError
 from tandem.models.files import naming, read_json_if_any
+from tandem.models.images import read_rules
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.observability.traces import make_tracing
@@ -418,7 +419,13 @@ def _load(config: RouterConfig) -> LoadedModel:
     folder = resolve(config.model, revision=config.model_revision, model_impl=config.model_impl)
     sampling = _sampling_defaults(config, folder.path / "generation_config.json")
     tokenizer = Tokenizer(folder.path)
-    preparer = PromptPreparer(folder.path, tokenizer, num_processes=config.tokenizer_processes)
+    preparer = PromptPreparer(
+        folder.path,
+        tokenizer,
+        num_processes=config.tokenizer_processes,
+        image_rules=read_rules(folder),
+        finds_system=folder.config.has_states,
+    )
     answers = ModelFormat(tokenizer, config.answers)
     created_s = int((folder.path / "config.json").stat().st_mtime)
     return LoadedModel(folder, tokenizer, preparer, answers, created_s, sampling)

@@ -249,6 +249,11 @@ def _show_record(record: Mapping[str, Any]) -> None:
         screen.print(f"prefilled and decoded by {decode}")
     if kept := record.get("kept"):
         screen.print(_kept_text(kept))
+    if proposed := record.get("tokens_proposed"):
+        screen.print(
+            f"speculated: {record['tokens_accepted']:,} of {proposed:,} proposed tokens were "
+            f"accepted, which saved about {record['speculation_saved_ms']:.0f} ms"
+        )
     screen.print(
         f"pulled {pulled}; moved to another worker {record['moves']} times; "
         f"{record['workers_lost']} workers of this request failed"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.common.cached_tokens import CachedTokens
+from tandem.common.speculation import SpeculationStats
 
 # Upper bounds of the buckets of a histogram of the tokens in a step, as in vLLM. The histogram also
 # has a last bucket, for more than 16384 tokens.
@@ -57,6 +58,7 @@ class EngineCounts(msgspec.Struct, frozen=True):
     # Number of steps in each bucket of the histogram with the bounds STEP_TOKENS.
     steps: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     nixl: NixlCounts = NixlCounts()
+    speculation: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
 
 
 class _Histogram:
@@ -123,6 +125,7 @@ class EngineTally:
         self._step_tokens = 0
         self._steps = [0] * (len(STEP_TOKENS) + 1)
         self.nixl = NixlTally()
+        self.speculation = SpeculationStats()
 
     def add_step(self, num_tokens: int) -> None:
         self._step_tokens += num_tokens
@@ -146,4 +149,5 @@ class EngineTally:
             step_tokens=self._step_tokens,
             steps=tuple(self._steps),
             nixl=self.nixl.counts,
+            speculation=self.speculation,
         )

@@ -18,6 +18,7 @@ flight become free when its step has ended, because pulls and loads do not wait 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -26,12 +27,14 @@ import torch
 
 from tandem.common.config.engine import EngineConfig
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
+from tandem.common.speculation import parse_speculation
 from tandem.common.worker_load import WorkerLoad
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.layout.kv_groups import divide_pool
 from tandem.engine.executor.sampler import Sampled, StepSampler
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.kept_chains import KeptChains
 from tandem.engine.load import measure_load, measure_stats
 from tandem.engine.new_sequences import NewSequences
@@ -43,6 +46,7 @@ from tandem.engine.scheduler.running_slots import STEP_SHARE
 from tandem.engine.scheduler.schedule import Chunk, Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
+from tandem.engine.speculation.speculator import Speculator
 from tandem.engine.tiers.io_thread import IoThread, JobThread
 from tandem.engine.tiers.make_tiers import make_tiers
 from tandem.engine.types import EngineStats, Mode, OnFinal, SequenceSpec, StepReport, TokenLogprobs
@@ -50,6 +54,10 @@ from tandem.errors import BadRequest, InternalError, QueueFull, Returned, Tandem
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.masks import MASK_WAIT_S, GrammarMasks, GrammarMatcher
 from tandem_kernels.sampling import NO_TOKEN
+
+# Longest time in seconds for which a step without chunks waits for an image's embedding. Commands
+# and other events are handled after it.
+_IMAGE_WAIT_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +77,12 @@ class Engine:
         model_fingerprint: str,
         compiler: GrammarCompiler | None = None,
         start_thread: Callable[[str], JobThread] = IoThread,
+        images: ImageRows | None = None,
     ) -> None:
         """Allocates the KV pool. Raises ConfigError.
 
-        Without `compiler`, sequences with a grammar are refused. `start_thread` starts the threads
+        Without `compiler`, sequences with a grammar are refused, and without `images`, those with
+        images. `start_thread` starts the threads
         that copy blocks between the pool and the tiers below it (host memory, disk, object store).
         """
         self.max_model_len = runner.max_model_len
@@ -91,10 +101,24 @@ class Engine:
             runner, num_slots=config.max_loras, rank_max=config.max_lora_rank
         )
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
+        self._images = images or ImageRows(None, "the model takes text only")
         self._kv = KvCache(self.layout, report_tokens=config.report_block_tokens)
         self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
+        limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
+        self._step_time = StepTimeModel(min(limits_s, default=0.0))
+        self._speculator = Speculator(
+            None if runner.why_no_speculation else parse_speculation(config.speculative_config),
+            self._step_time,
+            self.max_model_len,
+        )
         self._new_sequences = NewSequences(
-            runner, model_fingerprint, self.layout, self._grammars, self._adapters
+            runner,
+            model_fingerprint,
+            self.layout,
+            self._grammars,
+            self._adapters,
+            self._images,
+            self._speculator,
         )
         self._tiers = make_tiers(
             config,
@@ -105,8 +129,6 @@ class Engine:
             runner.tier_blocks if runner.num_pools > 1 else None,
         )
         self.kept = KeptChains(self._kv, self._tiers, config.kv_pin_share)
-        limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
-        self._step_time = StepTimeModel(min(limits_s, default=0.0))
         # Each running sequence decodes one token per step. If all of them decode, at least one
         # token of the step's budget is left for a prompt.
         max_num_seqs = min(config.max_num_seqs, max(1, self.max_tokens_per_step - 1))
@@ -119,6 +141,8 @@ class Engine:
             shared_wait_s=config.shared_wait_s,
             adapters=self._adapters,
             tiers=self._tiers,
+            images=self._images,
+            speculator=self._speculator,
         )
         self._sequences = LiveSequences()
         self._pending = PendingReport(self.layout)
@@ -141,6 +165,7 @@ class Engine:
         loaded = self._settle_loads()
         for sequence, error in self._scheduler.find_late():
             self._fail(sequence, error)
+        self._settle_images()
         late_masks = self._settle_masks()
         ahead = self._ahead
         schedule = self._scheduler.schedule() if ahead is None else self._scheduler.admit()
@@ -165,10 +190,13 @@ class Engine:
             work = ahead.schedule.work
             started = ahead.started
         elif schedule.chunks:
+            self._scheduler.add_drafts(schedule)
             self._run(schedule, on_final)
             work = schedule.work
         elif late_masks:
             self._grammars.wait_for_any(late_masks)
+        elif self._images.is_computing:
+            self._images.wait(_IMAGE_WAIT_S)
         return self._take_report(work, started)
 
     def add(self, spec: SequenceSpec) -> None:
@@ -384,8 +412,14 @@ class Engine:
         return measure_load(sequences, self._scheduler, self._peer_blocks, self._kv, self._tiers)
 
     def stats(self) -> EngineStats:
-        sequences = self._sequences.values()
-        return measure_stats(sequences, self._kv, self._adapters, self._tiers, self.kept)
+        return measure_stats(
+            self._sequences.values(),
+            self._kv,
+            self._adapters,
+            self._tiers,
+            self.kept,
+            self._speculator.stats,
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError with a description if blocks or queues are inconsistent."""
@@ -397,6 +431,7 @@ class Engine:
     def close(self) -> None:
         """Ends the threads of the tiers. First, for at most a few seconds, they write copies of the
         blocks that have no copy in a tier yet."""
+        self._images.close()
         self._tiers.close()
 
     def _enter(self, sequence: Sequence) -> None:
@@ -426,6 +461,7 @@ class Engine:
                 self._scheduler.compute_instead(sequence)
                 continue
             self._store_full_blocks(sequence)
+            # Other requests may wait for these states (early_reuse.py).
             if self._kv.has_states:
                 self._freeze_states(sequence)
             self._scheduler.enter(sequence)
@@ -443,6 +479,13 @@ class Engine:
             adapter = sequence.spec.adapter
             if adapter is not None and adapter.digest in errors:
                 self._fail(sequence, errors[adapter.digest])
+
+    def _settle_images(self) -> None:
+        errors = self._images.settle()
+        for sequence in list(self._scheduler.running) if errors else ():
+            found = [image.digest for image in sequence.missing_images if image.digest in errors]
+            if found:
+                self._fail(sequence, errors[found[0]])
 
     def _settle_masks(self) -> list[GrammarMatcher]:
         """Returns the grammar matchers whose masks are still being computed. The sequences of these
@@ -486,7 +529,12 @@ class Engine:
         sampled = self._sample(sampler, logits)
         if not is_awaited:
             on_kv_written()
+        if sampler.has_proposals:
+            sampled = self._verify(sampled, sampler, logits, schedule)
         self._take(sampled, schedule)
+        for chunk in schedule.chunks:
+            if chunk.drafts:
+                self._kv.trim(chunk.sequence.tables, chunk.sequence.num_tokens)
 
     def _finish_ahead(self, step: LaunchedStep, on_final: OnFinal | None) -> None:
         """Finishes a step that was launched ahead, without the sequences that have ended since."""
@@ -513,7 +561,8 @@ class Engine:
         sampler.skip_late()
         places = sampler.start(self._runner, logits)
         schedule = None
-        if self._runner.launches_ahead and places and not sampler.needs_logits:
+        is_last = not (sampler.needs_logits or sampler.has_proposals)
+        if self._runner.launches_ahead and places and is_last:
             schedule = self._scheduler.schedule_ahead(places, self.max_model_len)
         next_logits = None
         if schedule is not None:
@@ -530,7 +579,54 @@ class Engine:
             self._ahead = LaunchedStep(schedule, next_logits, time.perf_counter())
         return sampled
 
+    def _verify(
+        self,
+        sampled: Collection[Sampled],
+        sampler: StepSampler,
+        logits: torch.Tensor,
+        schedule: Schedule,
+    ) -> list[Sampled]:
+        """Compares the sampled tokens of a step with the proposed ones. While they are equal,
+        appends them, and samples the next token from the next row of logits. Returns the last
+        sampled token of each sequence, which is not appended."""
+        ended: list[Sampled] = []
+        num_accepted: Counter[Sequence] = Counter()
+        while sampled:
+            accepted = []
+            for one in sampled:
+                grammar = one.sequence.grammar
+                if (grammar is None or not grammar.error) and sampler.is_proposed(one):
+                    self._count(one.sequence, 1)
+                    one.sequence.append(one.token_id)
+                    self._pending.tokens(one.sequence, [one.token_id], "", one.logprobs)
+                    accepted.append(one.sequence)
+                else:
+                    ended.append(one)
+            num_accepted.update(accepted)
+            sampler.go_on(accepted)
+            self._grammars.start(sampler.grammars)
+            self._grammars.wait(time.perf_counter() + MASK_WAIT_S)
+            sampler.skip_late()
+            sampler.start(self._runner, logits)
+            sampled = sampler.finish(self._runner, logits)
+        for sequence, *_, drafts in schedule.chunks:
+            if sequence.drafter is not None and drafts:
+                self._speculator.count(
+                    sequence.drafter,
+                    num_accepted[sequence],
+                    len(drafts),
+                    schedule.work.draft_tokens,
+                )
+        return ended
+
     def _batch(self, schedule: Schedule) -> StepBatch:
+        if self._kv.has_working_states:
+            running = [each for each in self._scheduler.running if each.has_run]
+            live_slots = [
+                frozenset(each.tables.ids[group][0] for each in running)
+                for group in self._kv.layout.state_groups
+            ]
+            return replace(schedule.batch, live_slots=live_slots)
         if self._runner.shards_logits:
             return replace(schedule.batch, top_k=schedule.top_k)
         return schedule.batch
@@ -540,15 +636,16 @@ class Engine:
         for chunk in chunks:
             self._scheduler.computed(chunk)
             # If the grammar's mask is late, no token is sampled, and the last token is computed
-            # again in a later step. So the last token is not counted before sampling.
-            may_be_late = chunk.samples and chunk.sequence.grammar is not None
-            self._count(chunk.sequence, chunk.num_tokens - may_be_late)
+            # again in a later step. So the last token is not counted before sampling. Neither is
+            # that of a chunk with proposed tokens: each sampled token counts the one before it.
+            is_open = chunk.samples and chunk.sequence.grammar is not None
+            self._count(chunk.sequence, chunk.num_tokens - (is_open or bool(chunk.drafts)))
         self._pending.report_final(on_final)
 
     def _take(self, sampled: Collection[Sampled], schedule: Schedule) -> None:
         """Appends the sampled tokens to their sequences."""
         for sequence, _, _ in sampled:
-            if sequence.grammar is not None:
+            if sequence.num_missing_tokens:
                 self._count(sequence, 1)
         schedule.evict()
         for sequence, token_id, logprobs in sampled:
@@ -565,6 +662,10 @@ class Engine:
         self._store_full_blocks(sequence)
         if num_tokens and sequence.is_at_checkpoint:
             self._freeze_states(sequence)
+        is_final = sequence.mode is Mode.PREFILL_ONLY and not sequence.num_missing_tokens
+        if is_final and self._kv.has_working_states:
+            running = {group: sequence.tables.ids[group][0] for group in sequence.tables.states}
+            self._runner.store_states([(slot, slot, group) for group, slot in running.items()])
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
 
@@ -596,7 +697,8 @@ class Engine:
     def _freeze_states(self, sequence: Sequence) -> None:
         """Caches copies of the running states of a sequence, so that requests can resume here."""
         if copies := sequence.freeze_states(self._kv):
-            self._runner.copy_blocks(copies)
+            copy = self._runner.store_states if sequence.has_run else self._runner.copy_blocks
+            copy(copies)
             # A slot may be freed and filled by a pull, so the copies must have ended.
             self._runner.synchronize()
 

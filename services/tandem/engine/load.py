@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from tandem.common.speculation import SpeculationStats
 from tandem.common.worker_load import WorkerLoad
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
@@ -64,6 +65,7 @@ def measure_stats(
     adapters: AdapterSlots,
     tiers: Tiers,
     kept: KeptChains,
+    speculation: SpeculationStats | None,
 ) -> EngineStats:
     return EngineStats(
         blocks_free=sum(pool.num_free for pool in kv.pools),
@@ -73,6 +75,7 @@ def measure_stats(
         tiers=tiers.stats(),
         load_queue_s=tiers.queued_s,
         pins=kept.stats(),
+        speculation=None if speculation is None else speculation.copy(),
     )
 
 

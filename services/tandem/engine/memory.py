@@ -11,6 +11,7 @@ engine checks again, before it allocates memory.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -93,6 +94,8 @@ def worker_need(
         pool_bytes = 0
         if model is not None:
             pool_bytes = _divided_bytes(config, model, dtype)
+    if model is not None and config.state_dtype != "float32":
+        pool_bytes += _layout(config, model, dtype).working_bytes(config.max_num_seqs)
     if config.kv_host_bytes:
         option += f" --kv-host-memory {config.kv_host_bytes}"
         pool_bytes += config.kv_host_bytes
@@ -124,17 +127,20 @@ def _divided_bytes(config: EngineOptions, model: ModelFolder, dtype: str) -> int
     """Returns the bytes of the pools if `config.num_blocks` gives their size. With states, the
     slots of states add to the blocks."""
 
-    def layout(*num_blocks: int) -> KvLayout:
-        return model_layout(
-            model.config,
-            num_blocks,
-            block_size=config.block_size,
-            dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
-            computed_dtype=dtype,
-        )
-
+    layout = partial(_layout, config, model, dtype)
     step_tokens = config.max_tokens_per_step or STEP_TOKENS
     return divide_pool(layout, config, step_tokens=step_tokens).pool_bytes
+
+
+def _layout(config: EngineOptions, model: ModelFolder, dtype: str, *num_blocks: int) -> KvLayout:
+    return model_layout(
+        model.config,
+        num_blocks,
+        block_size=config.block_size,
+        dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        computed_dtype=dtype,
+        state_dtype=config.state_dtype,
+    )
 
 
 def pool_option(config: EngineOptions) -> str:

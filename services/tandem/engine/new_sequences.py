@@ -8,10 +8,12 @@ from tandem.common.block_hash import chain_root
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.logit_edits import logit_edits
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.sequence import Sequence
+from tandem.engine.speculation.speculator import Speculator
 from tandem.engine.types import SequenceSpec
 from tandem.models.grammars.masks import GrammarMasks
 
@@ -30,6 +32,8 @@ class NewSequences:
         layout: KvLayout,
         grammars: GrammarMasks,
         adapters: AdapterSlots,
+        images: ImageRows,
+        speculator: Speculator,
     ) -> None:
         self._root = partial(
             chain_root,
@@ -43,6 +47,7 @@ class NewSequences:
         self._checkpoints = Checkpoints.of(layout)
         self._vocab_size = runner.vocab_size
         self._grammars = grammars
+        self._speculator = speculator
         self._arrivals = count(1)
         self.check = partial(
             check_spec,
@@ -50,6 +55,7 @@ class NewSequences:
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
             check_adapter=adapters.check,
+            check_images=images.check,
             why_no_budgets=runner.why_no_budgets,
         )
 
@@ -77,4 +83,5 @@ class NewSequences:
         )
         grammar = self._grammars.matcher(spec.grammar, spec.token_ids[spec.num_prompt_tokens :])
         sequence.edits = logit_edits(spec, self._vocab_size, grammar)
+        sequence.drafter = self._speculator.drafter(spec)
         return sequence

@@ -2,6 +2,8 @@
 
 import time
 
+import msgspec
+
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.common.perf_model.step_time import StepWork
 from tandem.engine.cache.block_table import BlockTables
@@ -170,6 +172,7 @@ class PendingReport:
                 logprobs=[] if logprobs is None else [logprobs],
                 prompt_logprobs=sequence.prompt_logprobs,
                 embedding=sequence.embedding,
+                speculated=None if sequence.drafter is None else sequence.drafter.result,
             )
         )
         sequence.prompt_logprobs = []
@@ -193,9 +196,26 @@ class PendingReport:
         """Returns the collected events as the report of a step, and starts an empty report. The
         step computed the tokens in `work` and took `seconds`."""
         report, self._report = self._report, StepReport()
+        report.new_tokens = _joined(report.new_tokens)
         report.step_ms = seconds * 1000
         report.num_prefill_tokens = work.prefill_tokens
         report.num_prefill_context_tokens = work.prefill_contexts
         report.num_decode_tokens = work.decode_tokens
         report.num_decode_context_tokens = work.decode_contexts
         return report
+
+
+def _joined(new_tokens: list[NewTokens]) -> list[NewTokens]:
+    """Joins the items of each sequence to one. Speculation may yield several in one step."""
+    by_id: dict[str, NewTokens] = {}
+    for new in new_tokens:
+        if (first := by_id.get(new.sequence_id)) is not None:
+            new = msgspec.structs.replace(
+                first,
+                token_ids=[*first.token_ids, *new.token_ids],
+                finish_reason=new.finish_reason,
+                logprobs=[*first.logprobs, *new.logprobs],
+                speculated=new.speculated,
+            )
+        by_id[new.sequence_id] = new
+    return new_tokens if len(by_id) == len(new_tokens) else list(by_id.values())

@@ -32,6 +32,8 @@ class Runner(AdapterRunner, Protocol):
     vocab_size: int  # token ids are less than this number
     tokens_per_step: int  # the default token budget of a step on this device
     why_no_budgets: str  # reason why sequences cannot have KV budgets; empty if they can
+    # Reason why no sequence may speculate (speculator.py); empty if sequences may.
+    why_no_speculation: str
     # True: `forward` may be called with a batch that is launched ahead (StepBatch.is_ahead). It
     # pays if the host and the device work at the same time.
     launches_ahead: bool
@@ -62,6 +64,10 @@ class Runner(AdapterRunner, Protocol):
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies blocks' KV in the order of `copies`. An item is (source id, target id, KV
         group)."""
+
+    def store_states(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copies the states of sequences that steps have computed. An item is (slot of the
+        sequence, target slot, KV group). The target may be the slot of the sequence."""
 
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         """Writes the KV of the batch's tokens and returns fp32 logits [rows that need logits,

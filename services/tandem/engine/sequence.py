@@ -50,16 +50,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from tandem.common.block_hash import block_hash, hash_blocks
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.prompt_image import PromptImage, image_marks
 from tandem.engine.cache.block_copy import NO_PART, BlockCopy, BlockPart
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.logit_edits import LogitEdits
+from tandem.engine.speculation.drafter import NOTHING, Drafter, Proposal
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.models.grammars.masks import GrammarMatcher
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Status(Enum):
@@ -77,8 +83,9 @@ class SequenceStart:
     num_cached_blocks: int
     num_computed_tokens: int
     # Number of tokens that have KV once all awaited KV has arrived. This engine (PREFILL_ONLY: the
-    # consumer) continues after these tokens. In a model with sliding windows, this number
-    # determines which blocks are needed.
+    # consumer) continues after these tokens, or after the last part of a block. With `checkpoint`,
+    # it is not larger than the tokens before the frozen states. In a model with sliding windows,
+    # this number determines which blocks are needed.
     resume: int
     # Ids of blocks to copy from, one for each KV group. They are copied into the first block that
     # only this sequence writes, or into its running state. Empty: nothing is copied.
@@ -148,6 +155,8 @@ class Sequence:
     block_size: int
     chain_root: bytes
     block_hashes: list[bytes]  # one hash for each full block of token_ids
+    # Index of each block with tokens of images -> its mark (common/prompt_image.py).
+    marks: Mapping[int, bytes]
     # PREFILL_ONLY: number of leading blocks that need no report, because the consumer does not want
     # them or they were reported already.
     num_reported_blocks: int
@@ -173,6 +182,9 @@ class Sequence:
     num_known_blocks: int = 0
     # WAITING: number of leading blocks that were cached when the sequence was enqueued.
     num_matched_blocks: int = 0
+    # True once a step has computed tokens since the sequence got its blocks. Its running states are
+    # then those of this step, whatever its slot has.
+    has_run: bool = False
     is_begun: bool = False  # True once a step of this engine computes tokens of the sequence
     has_waited: bool = False  # True once a step was planned while the sequence was in a queue
     may_load: bool = True  # False: a load has stalled, so nothing is loaded from a tier again
@@ -188,6 +200,9 @@ class Sequence:
     # PREFILL_ONLY: predicted time in seconds from the end of the last chunk until the consumer has
     # pulled all KV computed so far.
     pull_lag_s: float = 0.0
+    # Embeddings of the prompt's images that are still to be computed here, by the image's digest.
+    image_rows: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    drafter: Drafter | None = None  # proposes next tokens; None: the sequence does not speculate
     edits: LogitEdits | None = None  # edits of the next token's logits; None: no edits
     # Log probabilities of the prompt's tokens that were computed and not yet reported.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -206,6 +221,7 @@ class Sequence:
         checkpoints: Checkpoints | None = None,
     ) -> Sequence:
         num_reusable = 0 if spec.kv_budget else (len(spec.token_ids) - 1) // block_size
+        marks = image_marks(spec.images, block_size)
         takes_none = spec.mode is Mode.WAITING_FOR_REMOTE_KV or (
             spec.sampling.prompt_logprobs is not None
         )
@@ -217,7 +233,8 @@ class Sequence:
             arrival=arrival,
             block_size=block_size,
             chain_root=chain_root,
-            block_hashes=hash_blocks(chain_root, spec.token_ids, block_size),
+            block_hashes=hash_blocks(chain_root, spec.token_ids, block_size, marks),
+            marks=marks,
             num_reported_blocks=spec.first_wanted_block,
             next_in_transfer=spec.first_wanted_block,
             num_prefix_blocks=0 if takes_none else min(spec.prefix_blocks, num_reusable),
@@ -262,6 +279,32 @@ class Sequence:
         """Returns the token ids of a block; the last block may have fewer than `block_size`."""
         return self.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
+    def shown_tokens(self, index: int) -> list[int]:
+        """Returns the token ids of a block, by which other sequences find the block. A block with
+        tokens of an image is found by its hash alone, because the tokens do not say which image."""
+        return [] if index in self.marks else self.block_tokens(index)
+
+    def first_image_token(self, first: int, end: int) -> int:
+        """Returns the index of the first token of an image among the tokens `first` to `end` - 1;
+        `end` if there is none."""
+        found = (at for image in self.spec.images for at, _ in image.rows_in(first, end))
+        return min(found, default=end)
+
+    @property
+    def missing_images(self) -> list[PromptImage]:
+        """The images with tokens whose KV is missing."""
+        tokens = self.num_computed_tokens, self.spec.num_prompt_tokens
+        return [image for image in self.spec.images if any(image.rows_in(*tokens))]
+
+    def embeddings(self, first: int, end: int) -> list[tuple[int, torch.Tensor]]:
+        """Returns the embeddings of images for the tokens `first` to `end` - 1: for each run of
+        their tokens, the index of the first one after `first`, and fp32 [tokens, hidden]."""
+        return [
+            (at - first, self.image_rows[image.digest][rows.start : rows.stop])
+            for image in self.spec.images
+            for at, rows in image.rows_in(first, end)
+        ]
+
     @property
     def num_missing_tokens(self) -> int:
         """Number of tokens to compute before the next token can be sampled."""
@@ -293,15 +336,17 @@ class Sequence:
         assert self.checkpoints is not None
         num_computed = self.num_computed_tokens
         end = self.checkpoints.next_after(num_computed, self.num_prefill_tokens)
-        return min(end, self._branch) if self._branch > num_computed else end
+        return min((end, *(each for each in self._shared if each > num_computed)))
 
     @property
-    def _branch(self) -> int:
-        """The last position up to which KV was cached at admission. If it has no state yet, other
-        prompts have the same beginning, so a state is worth its memory. 0: no KV was cached."""
+    def _shared(self) -> tuple[int, ...]:
+        """The last positions in beginnings that other prompts have, too, so that a state is worth
+        its memory: the system prompt with its tools, the part that is pinned, and the KV that was
+        cached at admission. 0: there is no such beginning."""
         assert self.checkpoints is not None
         num_known = min(self.num_known_blocks, self.last_depth) * self.block_size
-        return self.checkpoints.last_until(num_known)
+        ends = (self.spec.system_tokens, self.spec.retention.num_tokens, num_known)
+        return tuple(map(self.checkpoints.last_until, ends))
 
     @property
     def num_final_blocks(self) -> int:
@@ -325,10 +370,12 @@ class Sequence:
     @property
     def earliest_next_token(self) -> int:
         """Index of the first token that will still attend to this sequence's KV, on this engine or
-        (PREFILL_ONLY) on the consumer. KV before the window of this token can be freed."""
+        (PREFILL_ONLY) on the consumer, where other requests may resume after the frozen states that
+        are transferred. KV before the window of this token can be freed."""
         if self.mode is not Mode.PREFILL_ONLY:
             return self.num_computed_tokens
-        return min(self.num_computed_tokens, self.last_depth * self.block_size)
+        depth = self.tables.checkpoint or self.last_depth
+        return min(self.num_computed_tokens, depth * self.block_size)
 
     @property
     def reusable_hashes(self) -> list[bytes]:
@@ -393,6 +440,15 @@ class Sequence:
         )
         return self.spec.kv_budget is None and not self.needs_mask_first and not freezes
 
+    def propose(self) -> Proposal:
+        """Returns proposed next tokens, which the grammar allows. They may be none."""
+        if self.drafter is None:
+            return NOTHING
+        proposal = self.drafter.propose(self.token_ids)
+        if self.grammar is not None and proposal.token_ids:
+            return proposal.first(self.grammar.count_allowed(proposal.token_ids))
+        return proposal
+
     def ends_with_next(self, max_model_len: int) -> bool:
         """Returns whether the next token ends the sequence, whichever token it is."""
         max_tokens = self.spec.sampling.max_tokens
@@ -427,7 +483,8 @@ class Sequence:
             self.edits.append(token_id)
         if len(self.token_ids) % self.block_size == 0:
             parent = self.block_hashes[-1] if self.block_hashes else self.chain_root
-            self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :]))
+            mark = self.marks.get(len(self.block_hashes), b"")
+            self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :], mark))
 
     def append_drawn(self, token_id: int, max_model_len: int, forced_max: int) -> list[int]:
         """Appends a sampled token. If the grammar then allows only one next token, appends this
@@ -461,7 +518,12 @@ class Sequence:
             return b"", []
         parent_hash = self.block_hashes[num_blocks - 1] if num_blocks else self.chain_root
         wanted = self.block_tokens(num_blocks)
-        return parent_hash, wanted[:-1] if num_blocks == self.last_depth else wanted
+        if num_blocks == self.last_depth:
+            wanted = wanted[:-1]
+        if num_blocks in self.marks:
+            start = num_blocks * self.block_size
+            wanted = wanted[: self.first_image_token(start, start + len(wanted)) - start]
+        return parent_hash, wanted
 
     def plan(
         self, num_cached_blocks: int, parent: Sequence | None = None, part: BlockPart | None = None
@@ -495,6 +557,8 @@ class Sequence:
             checkpoint = self._transferred_checkpoint(self.spec.first_wanted_block)
         elif awaits and self.mode is Mode.WAITING_FOR_REMOTE_KV:
             checkpoint = self._transferred_checkpoint(num_cached_blocks)
+            # A request that resumes after these states sees earlier blocks of windows.
+            resume = min(resume, checkpoint * self.block_size) if checkpoint else resume
         return SequenceStart(
             num_cached_blocks, num_computed, resume, part.sources, fork is not None, checkpoint
         )
@@ -513,6 +577,7 @@ class Sequence:
         """Assigns the block tables at admission. Returns the copies from `start.sources` to the
         sequence's first block after the cached blocks, at most one per KV group."""
         self.tables = tables
+        self.has_run = False
         self.num_stored_blocks = num_blocks = start.num_cached_blocks
         self.num_computed_tokens = start.num_computed_tokens
         self.num_prefill_tokens = len(self.token_ids)
@@ -543,6 +608,7 @@ class Sequence:
             and self.chain_root == parent.chain_root
             and self.block_hashes[:num_blocks] == parent.block_hashes[:num_blocks]
             and self.token_ids[start:end] == parent.token_ids[start:end]
+            and self.marks.get(num_blocks) == parent.marks.get(num_blocks)
         )
         if not can_fork:
             return None
@@ -577,6 +643,9 @@ class Sequence:
         """Records that the KV of `num_tokens` more tokens is in the pool. Loaded blocks that
         directly follow these tokens then count as computed too."""
         self.num_computed_tokens += num_tokens
+        if self.image_rows and not self.missing_images:
+            self.image_rows = {}
+        self.has_run |= num_tokens > 0
         if self.loading.loaded:
             num_blocks = self.num_computed_tokens // self.block_size
             if (reached := self.loading.skip(num_blocks)) > num_blocks:
@@ -596,7 +665,7 @@ class Sequence:
                 chain_root=self.chain_root,
                 first=self.num_stored_blocks,
                 last=num_full_blocks,
-                block_tokens=self.block_tokens,
+                block_tokens=self.shown_tokens,
                 adapter=self.spec.adapter,
                 resumable=(self.spec.num_prompt_tokens // self.block_size, self.num_known_blocks),
             )
@@ -610,8 +679,8 @@ class Sequence:
         if self.checkpoints is None:
             return False
         num_computed = self.num_computed_tokens
-        is_branch = num_computed > 0 and num_computed == self._branch
-        return is_branch or self.checkpoints.includes(num_computed, self.num_prefill_tokens)
+        is_shared = num_computed > 0 and num_computed in self._shared
+        return is_shared or self.checkpoints.includes(num_computed, self.num_prefill_tokens)
 
     def freeze_states(self, kv: KvCache) -> list[BlockCopy]:
         """Caches copies of the running states under the hash of the last full block. Returns the
@@ -624,7 +693,7 @@ class Sequence:
             self.tables,
             self.block_hashes[:depth],
             chain_root=self.chain_root,
-            token_ids=self.block_tokens(depth - 1),
+            token_ids=self.shown_tokens(depth - 1),
             adapter=self.spec.adapter,
             is_wanted=not self.frozen_at,
         )
@@ -636,7 +705,7 @@ class Sequence:
                 self.tables,
                 self.block_hashes[:depth],
                 chain_root=self.chain_root,
-                token_ids=self.block_tokens(depth - 1),
+                token_ids=self.shown_tokens(depth - 1),
                 adapter=self.spec.adapter,
             )
 
@@ -666,6 +735,7 @@ class Sequence:
         self.num_computed_tokens = self.num_stored_blocks = self.frozen_at = 0
         self.loading = Loading()
         self.is_forked = False
+        self.image_rows = {}
         return tables
 
 

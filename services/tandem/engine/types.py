@@ -28,8 +28,10 @@ from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.common.kv_budget import KvBudget
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.perf_model.soonest import Offer, Producer
+from tandem.common.prompt_image import PromptImage
 from tandem.common.retention import NO_RETENTION, Retention
 from tandem.common.sampling_params import SamplingParams
+from tandem.common.speculation import Speculated, SpeculationStats
 from tandem.common.worker_load import WorkerLoad
 
 
@@ -53,6 +55,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     cache_salt: bytes = b""
     adapter: Adapter | None = None  # the LoRA adapter; None: the base model alone
+    images: tuple[PromptImage, ...] = ()  # the prompt's images, in the order of their tokens
     # WAITING_FOR_REMOTE_KV: the sequence waits for a peer if at least this number of tokens is
     # missing. Otherwise this engine prefills the missing tokens.
     remote_prefill_min_tokens: int = 0
@@ -64,6 +67,9 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # (sequence.py). The parent must already have the KV of all tokens of this sequence except the
     # last; otherwise this sequence starts without a fork. Empty: no parent.
     fork_of: str = ""
+    # Number of leading tokens of the prompt that other chats with its system prompt and tools have,
+    # too. The states after them are frozen. 0: unknown.
+    system_tokens: int = 0
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
     prefix_blocks: int = 0
     # How many of the prompt's first blocks a peer has, and how fast they can be pulled. None:
@@ -167,6 +173,7 @@ class NewTokens(msgspec.Struct, frozen=True):
     # One item per prompt token after the first. Empty except with the first output token.
     prompt_logprobs: list[TokenLogprobs] = []
     embedding: list[float] = []  # embedding of the prompt; empty except with the first output token
+    speculated: Speculated | None = None  # None: the sequence does not speculate
 
     @property
     def num_cached_tokens(self) -> int:
@@ -225,6 +232,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     tiers: list[TierStats] = []
     load_queue_s: float = 0.0  # expected seconds until the current loads from tiers have ended
     pins: list[PinStats] = []
+    speculation: SpeculationStats | None = None  # None: the engine does not speculate
 
 
 class StoredBlock(msgspec.Struct, frozen=True):

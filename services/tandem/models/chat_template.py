@@ -139,7 +139,7 @@ class _MessageForm(NamedTuple):
         reasoning = given.pop(_REASONING_NAMES[0], None)
         if self.layout == "joined":
             if isinstance(content, list):
-                content = "\n".join(part["text"] for part in content)
+                content = _text_of(content)
             reasoning = f"{reasoning}\n\n{content}"
             content = None
         if reasoning and not self.reasoning_names:
@@ -197,7 +197,7 @@ class _TemplateTraits(NamedTuple):
         content = message.get("content")
         takes_parts = self.takes_parts.get(role, False)
         if isinstance(content, list) and not takes_parts:
-            content = "\n".join(part["text"] for part in content)
+            content = _text_of(content)
         reasoning = message.get(_REASONING_NAMES[0])
         calls = message.get("tool_calls")
         is_alone = not (reasoning or calls)
@@ -209,6 +209,11 @@ class _TemplateTraits(NamedTuple):
             sent = "text" if content else content and ""
             return self.forms[_MessageKind(sent, bool(reasoning), bool(calls))].messages(message)
         return [{name: value for name, value in message.items() if value is not None}]
+
+
+def _text_of(content: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the texts of a message's parts; images are left out."""
+    return "\n".join(part["text"] for part in content if "text" in part)
 
 
 def _with_one_call_each(messages: Sequence[_Message]) -> list[_Message]:

@@ -31,10 +31,28 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(why)
     if why := why_not_tensor_parallel(model, options.tensor_parallel):
         raise ConfigError(why)
+    if options.state_dtype != "float32" and not model.has_states:
+        raise ConfigError(
+            f"state-dtype is {options.state_dtype}, but no layer of the model keeps a state; "
+            "remove state-dtype"
+        )
     if model.has_states and (why := _why_not_with_states(options, model)):
         raise ConfigError(f"{why}, and the model has layers with linear attention")
+    if options.speculative_config not in ("off", "auto") and (why := why_no_speculation(model)):
+        raise ConfigError(
+            f"speculative-config is set, but {why}; set speculative-config to off or auto"
+        )
     if options.expert_parallel and (why := _why_not_expert_parallel(model, options)):
         raise ConfigError(f"expert-parallel is set, but {why}; remove expert-parallel")
+
+
+def why_no_speculation(model: ModelConfig) -> str:
+    """Returns why no request to a model may speculate; "" if requests may."""
+    if model.has_states:
+        return "some layers of the model keep a state, which cannot drop a rejected token"
+    if model.shared_kv is not None:
+        return "the model has compressed attention, whose KV cannot drop a rejected token"
+    return ""
 
 
 def _why_not_with_states(options: EngineOptions, model: ModelConfig) -> str:

@@ -2,6 +2,7 @@
 
 import time
 
+from tandem.common.prompt_image import PromptImage, with_flags
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.net.rpc.convert import to_struct
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
@@ -25,9 +26,12 @@ def sequence_spec(
     means no deadline. `late_s` is the time in seconds that the message spent in transit. This
     time is subtracted from `first_token_s`.
     """
+    images = tuple(to_struct(PromptImage, image) for image in message.images)
     return to_struct(
         SequenceSpec,
         message,
+        token_ids=with_flags(list(message.token_ids), images),
+        images=images,
         sequence_id=sequence_id,
         mode=mode,
         remote_prefill_min_tokens=remote_prefill_min_tokens,

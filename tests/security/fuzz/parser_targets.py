@@ -22,6 +22,7 @@ from tandem.api.openai.requests import (
 from tandem.api.openai.tokens import DetokenizeBody, kind_of, parse_tokenize
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.types import Mode
 from tandem.errors import BadRequest, TandemError
@@ -128,6 +129,7 @@ class GrpcMessages:
                     max_model_len=MAX_MODEL_LEN,
                     vocab_size=VOCAB_SIZE,
                     check_adapter=lambda _: None,
+                    check_images=ImageRows(None).check,
                 )
         except TandemError as error:
             _check_status(error)

@@ -271,7 +271,8 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "says_what"),
     [
-        (of_user(IMAGE), "'image'"),
+        (of_user(IMAGE), "takes text only"),
+        (of_user({**IMAGE, "source": {"type": "url", "url": "http://a/b.png"}}), "not fetched"),
         (of_user({"type": "wings"}), "'wings'"),
         (of_user({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}), "'image'"),
         (of_user({"type": "tool_result"}), "tool_use_id"),

@@ -331,7 +331,7 @@ NO_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueIt
 @pytest.mark.parametrize(
     ("field", "value", "says_what"),
     [
-        ("input", [IMAGE], "'input_image'"),
+        ("input", [IMAGE], "takes text only"),
         ("input", [{"type": "web_search_call", "id": "x"}], "'web_search_call'"),
         ("input", [{"type": "function_call", "name": "f"}], "call_id"),
         ("input", [], "input must be"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from tandem.common.speculation import SpeculationStats
 from tandem.common.worker_load import WorkerLoad
 from tandem.engine.types import AdapterStats, EngineStats
 from tandem.net.observability.metrics import Declared, MetricSet
@@ -20,7 +21,12 @@ from tandem.router.scaling.autoscale import AutoscaleGauges
 from tandem.router.workers.control_watch import ControlWatch
 from tandem.router.workers.pool_watch import PoolWatch
 from tandem.worker.metrics.adapters import adapter_metrics
-from tandem.worker.metrics.worker import WorkerMetrics, index_metrics, tier_metrics
+from tandem.worker.metrics.worker import (
+    WorkerMetrics,
+    index_metrics,
+    speculation_metrics,
+    tier_metrics,
+)
 from tests.harness.documents import ROOT
 
 PAGE = (ROOT / "docs" / "reference" / "metrics.md").read_text()
@@ -67,6 +73,7 @@ def collected() -> set[str]:
         *adapter_metrics({}, AdapterStats(), 8),
         *index_metrics({}, publisher),
         *tier_metrics({}, EngineStats()),
+        *speculation_metrics({}, SpeculationStats()),
         *index.collect(),
         *WorkerGauges(view).collect(),
         *AutoscaleGauges(view).collect(),

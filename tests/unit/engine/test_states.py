@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -18,12 +19,18 @@ from tandem.common.sampling_params import SamplingParams
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.types import Mode
+from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.errors import BadRequest, ConfigError
 from tandem.models.folder import ModelFolder
 from tandem_kernels.state_pool import StatePool
-from tests.engine_driver import Outcome, drive_all, make_spec
-from tests.grouped_toy import STATE, GroupedToyRunner, continuation, make_grouped_engine
+from tests.engine_driver import Outcome, drive, drive_all, make_spec
+from tests.grouped_toy import (
+    STATE,
+    GroupedToyRunner,
+    Windows,
+    continuation,
+    make_grouped_engine,
+)
 from tests.model_engines import make_model_engine, make_runner
 from tests.tiny_models import make_tiny_model
 
@@ -209,6 +216,13 @@ def test_settings_without_support_are_refused_before_weights_are_read(
         ConfigError, match=r"tensor-parallel is 2; it must be 1 with (KV tiers|Kimi Linear)"
     ):
         make_runner(folder, tensor_parallel=2, kv_host_bytes=1 << 20)
+    for settings, why in (
+        ({"numerics": "invariant"}, "numerics invariant"),
+        ({"tensor_parallel": 2}, "several ranks"),
+        ({"kernels": "triton"}, "only the native and torch kernels support states in int8"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            make_runner(folder, state_dtype="int8", **settings)
     engine, _ = make(folder)
     with pytest.raises(BadRequest, match="state"):
         engine.add(make_spec("a", _PROMPT, kv_budget=KvBudget(64, 4)))
@@ -232,6 +246,72 @@ def test_with_invariant_numerics_bits_do_not_depend_on_the_cuts(
         assert outcome.ends["warm"].num_cached_tokens == 192
     assert len(found[0]) == 4
     assert all(each == found[0] for each in found)
+
+
+# Largest change of a log probability by a rounded state. Random models change more than others.
+_ROUNDING = {"bfloat16": 0.06, "int8": 0.25}
+
+
+def _logprobs(engine: Engine, spec: SequenceSpec) -> tuple[list[TokenLogprobs], int]:
+    """Returns the log probabilities of a request's tokens, and the number of reused tokens."""
+    outcome = drive_all(engine, spec)
+    found = [one for r in outcome.reports for new in r.new_tokens for one in new.logprobs]
+    return found, outcome.ends[spec.sequence_id].num_cached_tokens
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_states_of_another_dtype_are_rounded_where_a_request_resumes_and_nowhere_else(
+    tiny: tuple[ModelFolder, Oracle], kernels: str, dtype: str
+) -> None:
+    folder, oracle = tiny
+    engine, _ = make(folder, kernels=kernels, state_dtype=dtype, max_num_seqs=2)
+    plain, _ = make(folder, kernels=kernels)
+    prompts = [_PROMPT[:200], _PROMPT[100:210], _PROMPT[50:160]]
+    assert oracle.check(engine, *prompts, num_tokens=70) == [0, 0, 0]
+    spec = make_spec("a", [*_PROMPT[:192], 5], max_tokens=1, sampling=_WITH_LOGPROBS)
+    (exact,), _ = _logprobs(plain, spec)
+    (rounded,), num_cached = _logprobs(engine, spec)
+    assert num_cached == 192
+    assert rounded.top_ids == exact.top_ids
+    assert 0 < abs(rounded.logprob - exact.logprob) < _ROUNDING[dtype]
+    slots = [each.layout.groups[-1].layout.block_bytes for each in (engine, plain)]
+    assert slots[0] < (0.51 if dtype == "bfloat16" else 0.4) * slots[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_states_of_another_dtype_come_from_a_peer(
+    tiny: tuple[ModelFolder, Oracle], dtype: str
+) -> None:
+    """The decode worker continues from the running states, and a later request resumes after the
+    frozen ones."""
+    folder, _ = tiny
+    here, runner = make(folder, state_dtype=dtype)
+    there, far_runner = make(folder, state_dtype=dtype)
+    identities = [
+        each._new_sequences.identity for each in (here, there, make(folder, max_num_seqs=1)[0])
+    ]
+    assert identities[0] == identities[1] != identities[2]
+    prompt = _PROMPT[:200]
+    spec = make_spec("a", prompt, max_tokens=3, sampling=_WITH_LOGPROBS)
+    here.add(msgspec.structs.replace(spec, mode=Mode.WAITING_FOR_REMOTE_KV))
+    (reserved,) = here.step().reserved
+    lease = drive_all(there, msgspec.structs.replace(spec, mode=Mode.PREFILL_ONLY))
+    sent = [i for report in lease.reports for run in report.final_blocks for i in run.block_ids]
+    for source, target in zip(sent, reserved.block_ids, strict=True):
+        bytes_sent = far_runner.kv[there.layout.spans.span(source)]
+        runner.kv[here.layout.spans.span(target)] = bytes_sent
+    (prefilled,) = [one for report in lease.reports for one in report.prefilled]
+    here.commit("a", prefilled.first_token_id)
+    outcome = drive(here)
+    found = [one for r in outcome.reports for new in r.new_tokens for one in new.logprobs]
+    exact, _ = _logprobs(make(folder)[0], spec)
+    assert abs(found[-2].logprob - exact[1].logprob) < _ROUNDING[dtype]
+    if dtype == "bfloat16":  # int8 may choose another token here
+        assert found[-2].top_ids[0] == exact[1].top_ids[0]
+    again, num_cached = _logprobs(here, msgspec.structs.replace(spec, sequence_id="b"))
+    assert num_cached == 192
+    assert abs(again[0].logprob - exact[0].logprob) < _ROUNDING[dtype]
 
 
 def test_positions_follow_from_the_prompt() -> None:
@@ -263,9 +343,12 @@ def test_the_least_useful_states_are_evicted_first() -> None:
         assert again.ends["a"].num_cached_tokens == 8
 
 
-def test_requests_resume_after_the_prompts_last_states_that_a_peer_has_sent() -> None:
-    """Forks do, and so does the same prompt when it is sent again. It is not pulled again."""
-    windows = (None, STATE)
+@pytest.mark.parametrize("windows", [(None, STATE), (None, 7, STATE), (7, STATE)], ids=str)
+def test_requests_resume_after_the_prompts_last_states_that_a_peer_has_sent(
+    windows: Windows,
+) -> None:
+    """Forks do, and so does the same prompt when it is sent again. It is not pulled again. The
+    blocks of a window that are seen after the states come with them."""
     here, runner = make_grouped_engine(windows, num_blocks=60)
     there, far_runner = make_grouped_engine(windows, num_blocks=60)
     prompt = list(range(22))
@@ -345,3 +428,52 @@ def test_prompts_with_the_same_beginning_resume_where_they_branch() -> None:
         assert outcome.token_ids["a"] == continuation(prompt, 4, windows)
         cached.append(outcome.ends["a"].num_cached_tokens)
     assert cached == [0, 0, 20, 20]
+
+
+@pytest.mark.parametrize("fields", [{"system_tokens": 22}, {"retention": Retention(num_tokens=22)}])
+def test_chats_resume_at_the_end_of_their_system_prompt_from_the_second_on(
+    fields: dict[str, Any],
+) -> None:
+    """The first one freezes a state there, because its request says where the system prompt, or the
+    part that is pinned, ends."""
+    windows = (None, STATE)
+    engine, _ = make_grouped_engine(windows, num_blocks=60)
+    engine._new_sequences._checkpoints = Checkpoints(4, 1000)
+    system = list(range(22))
+    cached = []
+    for user in range(3):
+        prompt = [*system, *[50 + user] * 21]
+        outcome = drive_all(engine, make_spec("a", prompt, max_tokens=4, **fields))
+        assert outcome.token_ids["a"] == continuation(prompt, 4, windows)
+        cached.append(outcome.ends["a"].num_cached_tokens)
+    assert cached == [0, 20, 20]
+
+
+def test_a_pinned_state_does_not_become_the_state_of_a_sequence() -> None:
+    """The pool has 5 slots. Four sequences run, and the last slot has a pinned state. A request
+    that resumes after it waits for a slot."""
+    windows = (None, STATE)
+    slot_bytes = GroupedToyRunner(windows, block_size=4).layout().groups[1].layout.block_bytes
+    engine, _ = make_grouped_engine(
+        windows,
+        num_blocks=None,
+        kv_bytes_max=10 * slot_bytes,
+        max_num_seqs=5,
+        kv_pin_share=1.0,
+    )
+    prompt = list(range(20))
+    pinned = Retention(pin_s=99.0, num_tokens=16)
+    drive_all(engine, make_spec("first", prompt, max_tokens=1, retention=pinned))
+    states = engine._kv.pools[1]
+    (slot,) = (
+        i for i, (_, h, _) in enumerate(states.copies()) if h and states._blocks[i].is_pinned
+    )
+    for number in range(4):
+        engine.add(make_spec(f"{number}", [100 + number] * 3, max_tokens=6))
+    engine.step()
+    engine.add(make_spec("b", [*prompt, 7], max_tokens=4))
+    outcome = drive(engine)
+    assert outcome.token_ids["b"] == continuation([*prompt, 7], 4, windows)
+    assert outcome.ends["b"].num_cached_tokens == 16
+    assert states._blocks[slot].is_pinned
+    assert next(iter(outcome.ends)) != "b"

@@ -15,7 +15,7 @@ from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.prompt import prompts
 from tandem.router.request.prompt.pieces import CUT_TOKENS, PIECE_CHARACTERS
-from tandem.router.request.prompt.prompts import PromptPreparer
+from tandem.router.request.prompt.prompts import PreparedPrompt, PromptPreparer
 from tandem.router.request.request import ClientRequest, Prompt
 from tests.harness.client_requests import client_request
 from tests.harness.models import encode_chat
@@ -196,3 +196,30 @@ async def test_the_tokens_of_the_part_to_be_pinned_are_counted(
         rest = text[len(beginning) :]
         expected = first_other or "assistant"  # the head of the answer
         assert rest.lstrip().startswith(expected.lstrip()), rest[:40]
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_chats_with_the_same_system_prompt_and_tools_have_the_same_system_tokens(
+    tokenizer: Tokenizer, is_long: bool
+) -> None:
+    """Both in a thread and in a process."""
+    preparer = PromptPreparer(FOLDER, tokenizer, num_processes=1, finds_system=True)
+    system = Message("system", "You answer in one word. " * (500 if is_long else 5))
+    others = (Message("user", "What is the capital of Peru?"), Message("user", "Lima is where?"))
+
+    async def prepared(*messages: Message, truncate: int | None = None) -> PreparedPrompt:
+        request = client_request(prompt=Conversation(messages), truncate_prompt_tokens=truncate)
+        return await preparer.prepare(request, None, max_model_len=MAX_LEN)
+
+    try:
+        first, second = [await prepared(system, other) for other in others]
+        longer = await prepared(system, others[0], Message("assistant", "Lima."), others[1])
+        plain = await prepared(others[0])
+        truncated = await prepared(system, others[0], truncate=20)
+    finally:
+        preparer.close()
+    num = first.system_tokens
+    assert num == second.system_tokens == longer.system_tokens
+    assert first.token_ids[:num] == second.token_ids[:num] == longer.token_ids[:num]
+    assert first.token_ids[num] != second.token_ids[num]  # the users' messages begin here
+    assert plain.system_tokens == truncated.system_tokens == 0

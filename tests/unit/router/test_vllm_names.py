@@ -28,6 +28,8 @@ def record(worker_id: str = "decode-0") -> Any:
         tally.add_step(num_tokens)
     tally.add_prompt(100, CachedTokens(device=32, disk=16, peer=16))
     tally.add_preemptions(2)
+    tally.speculation.count(4, 3)
+    tally.speculation.count(3, 1)
     tally.nixl.add_pull(seconds=0.03, post_s=0.0005, num_bytes=3_000, num_blocks=11)
     tally.nixl.add_pull(seconds=6.0, post_s=0.002, num_bytes=2**40, num_blocks=60_000)
     tally.nixl.add_failed()
@@ -109,6 +111,9 @@ def test_what_an_engine_counts_is_exposed_under_its_worker() -> None:
         "prefix_cache_hits_total": 32,
         "external_prefix_cache_queries_total": 68,
         "external_prefix_cache_hits_total": 32,
+        "spec_decode_num_drafts_total": 2,
+        "spec_decode_num_draft_tokens_total": 7,
+        "spec_decode_num_accepted_tokens_total": 4,
         "iteration_tokens_total_count": 4,
         "iteration_tokens_total_sum": 20_018,
     }.items():
@@ -117,6 +122,8 @@ def test_what_an_engine_counts_is_exposed_under_its_worker() -> None:
     assert sources == {"local_compute": 36, "local_cache_hit": 32, "external_kv_transfer": 32}
     waiting = of(found["vllm:num_requests_waiting_by_reason"], "reason")
     assert waiting == {"capacity": 3, "deferred": 1}
+    accepted = of(found["vllm:spec_decode_num_accepted_tokens_per_pos_total"], "position")
+    assert accepted == {"0": 2, "1": 1, "2": 1, "3": 0}
     steps = of(found["vllm:iteration_tokens_total_bucket"], "le")
     assert [steps[bound] for bound in ("1.0", "8.0", "16.0", "16384.0", "+Inf")] == [1, 2, 3, 3, 4]
 

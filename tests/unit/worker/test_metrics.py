@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.sampling_params import SamplingParams
+from tandem.common.speculation import Speculated, SpeculationStats
 from tandem.common.worker_load import TierUse
 from tandem.engine.types import (
     EngineStats,
@@ -18,7 +19,12 @@ from tandem.worker.decode.router_stream import RouterStream
 from tandem.worker.decode.sequence import DecodeSequence, Submission
 from tandem.worker.engine_process.messages import PullsSettled
 from tandem.worker.kv_pulls.lease import PullStats
-from tandem.worker.metrics.worker import DAMAGE_S, TierDamage, WorkerMetrics
+from tandem.worker.metrics.worker import (
+    DAMAGE_S,
+    TierDamage,
+    WorkerMetrics,
+    speculation_metrics,
+)
 from tandem.worker.prefill.leases import Lease
 
 
@@ -190,3 +196,17 @@ def test_a_worker_that_changes_its_pool_changes_its_label() -> None:
     metrics.role = "prefill"
     assert samples(metrics) == {}
     assert samples(metrics, "prefill")["tandem_prefill_tokens_total"] == 3
+
+
+def test_speculation_is_counted_by_the_worker_and_told_with_a_request() -> None:
+    metrics = WorkerMetrics(worker_id="d0", role="decode")
+    metrics.on_step(StepReport(stats=EngineStats(speculation=SpeculationStats(2, 7, 4))))
+    metrics.on_step(StepReport())
+    found = speculation_metrics({"worker": "d0"}, metrics.tally.counts.speculation)
+    values = {s.name: s.value for family in found for s in family.samples}
+    assert values == {"tandem_proposed_tokens_total": 7, "tandem_accepted_tokens_total": 4}
+    made = sequence()
+    made.note_speculated(Speculated(7, 4, 0.5))
+    assert made.timings.tokens_proposed == 7
+    assert made.timings.tokens_accepted == 4
+    assert made.timings.speculation_saved_ms == 500

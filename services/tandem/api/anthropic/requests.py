@@ -54,7 +54,7 @@ _UNUSED = UnusedFields(
 _ALLOWED = {
     "messages": "a non-empty list of messages, each with a role (user, assistant or system) and a "
     "content that is a string or a non-empty list of blocks: text, tool_use and thinking (of an "
-    "assistant), tool_result (of a user)",
+    "assistant), image and tool_result (of a user)",
     "system": "a string or a list of text blocks",
     "max_tokens": "an integer of at least 1",
     "stop_sequences": ALLOWED["stop"],
@@ -74,7 +74,7 @@ _ALLOWED = {
 }
 _KINDS = {
     "system": ("text",),
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
 }
 
@@ -106,19 +106,22 @@ def _wrong(message: str, **about: object) -> PydanticCustomError:
     return PydanticCustomError("unsupported", message, about)
 
 
-def _as_blocks(content: object) -> object:
-    """Converts a string to a list of one text block. Raises an error if a block has a type that no
-    message may have."""
+_ALL_KINDS = tuple(sorted({kind for kinds in _KINDS.values() for kind in kinds}))
+
+
+def _as_blocks(content: object, allowed: tuple[str, ...] = _ALL_KINDS) -> object:
+    """Converts a string to a list of one text block. Raises an error if a block has a type that is
+    not allowed."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    known = {kind for kinds in _KINDS.values() for kind in kinds}
     for index, block in enumerate(content if isinstance(content, list) else ()):
         kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind not in known:
+        if isinstance(kind, str) and kind not in allowed:
             raise _wrong(
-                "block {index} has the type {kind}; this model takes text only",
+                "block {index} has the type {kind}; allowed are {allowed}",
                 index=index,
                 kind=repr(kind[:40]),
+                allowed=", ".join(allowed),
             )
     return content
 
@@ -128,7 +131,34 @@ class TextBlock(_Markable):
     text: str
 
 
-_Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
+_Texts = Annotated[list[TextBlock], BeforeValidator(lambda content: _as_blocks(content, ("text",)))]
+
+
+class ImageSource(_Part):
+    type: Literal["base64"]
+    media_type: str = Field(pattern=r"^image/[a-z0-9.+-]+$")
+    data: str
+
+
+def _check_source(source: object) -> object:
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(kind, str) and kind != "base64":
+        raise _wrong(
+            "the source of an image has the type {kind}; it must be base64, because images of "
+            "other servers are not fetched",
+            kind=repr(kind[:40]),
+        )
+    return source
+
+
+class ImageBlock(_Markable):
+    type: Literal["image"]
+    source: Annotated[ImageSource, BeforeValidator(_check_source)]
+
+    def to_chat(self) -> dict[str, Any]:
+        """Converts this block to a content part of OpenAI's chat API."""
+        url = f"data:{self.source.media_type};base64,{self.source.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
 
 
 class ThinkingBlock(_Part):
@@ -150,7 +180,9 @@ class ToolResultBlock(_Markable):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[TextBlock], BeforeValidator(lambda sent: _as_blocks(sent or []))] = []
+    content: Annotated[
+        list[TextBlock], BeforeValidator(lambda sent: _as_blocks(sent or [], ("text",)))
+    ] = []
     is_error: bool = False
 
     def marks(self) -> list[CacheControl]:
@@ -159,7 +191,8 @@ class ToolResultBlock(_Markable):
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -189,10 +222,12 @@ class InputMessage(_Part):
             if isinstance(block, ToolResultBlock):
                 result = {"tool_call_id": block.tool_use_id, "content": _parts(block.content)}
                 messages.append({"role": "tool", **result})
-            elif isinstance(block, TextBlock):
+            elif isinstance(block, TextBlock | ImageBlock):
                 if not messages or messages[-1]["role"] == "tool":
                     messages.append({"role": self.role, "content": []})
-                messages[-1]["content"] += _parts([block])
+                messages[-1]["content"] += (
+                    _parts([block]) if isinstance(block, TextBlock) else [block.to_chat()]
+                )
         return messages
 
     def _as_assistant(self) -> dict[str, Any]:

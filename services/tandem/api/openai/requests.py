@@ -30,7 +30,7 @@ from tandem.common.sampling_params import CHOICES_MAX, LOGPROBS_MAX, SamplingPar
 from tandem.errors import BadRequest
 from tandem.models.grammars.text import StructuredOutput
 from tandem.router.request.allowed import ALLOWED, name_prompt, refusal
-from tandem.router.request.conversation import Conversation, Message
+from tandem.router.request.conversation import Conversation, Message, SentImage
 from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, Prompt
 from tandem.router.request.retention import asked_retention
 
@@ -88,6 +88,21 @@ class ChatTextPart(BaseModel):
     text: str
 
 
+class ImageUrl(BaseModel):
+    """It ignores `detail`: a model has one way of processing images."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    url: str = Field(description="a data: URL with a PNG, JPEG, WebP or GIF image")
+
+
+class ChatImagePart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 def _refuse_content(value: object) -> None:
     if value:
         raise PydanticCustomError(
@@ -104,13 +119,17 @@ _Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
 def _refuse_other_parts(content: object) -> object:
     for index, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in _PARTS:
             raise PydanticCustomError(
                 "unsupported",
-                "part {index} has the type {kind}; this model takes text only",
-                {"index": index, "kind": repr(kind[:40])},
+                "part {index} has the type {kind}; allowed are {allowed}",
+                {"index": index, "kind": repr(kind[:40]), "allowed": " and ".join(_PARTS)},
             )
     return content
+
+
+_PARTS = ("text", "image_url")
+_Part = Annotated[ChatTextPart | ChatImagePart, Field(discriminator="type")]
 
 
 class ChatMessage(BaseModel):
@@ -119,7 +138,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: str
-    content: Annotated[str | list[ChatTextPart] | None, BeforeValidator(_refuse_other_parts)] = None
+    content: Annotated[str | list[_Part] | None, BeforeValidator(_refuse_other_parts)] = None
     name: str | None = None
     tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
@@ -138,6 +157,11 @@ class ChatMessage(BaseModel):
         says_more = self.tool_calls or self.thought
         if self.content is None and not (self.role == "assistant" and says_more):
             raise PydanticCustomError("missing", "the message must have content")
+        parts = self.content if isinstance(self.content, list) else []
+        if self.role != "user" and any(isinstance(part, ChatImagePart) for part in parts):
+            raise PydanticCustomError(
+                "unsupported", "only messages of the role user may have images"
+            )
         return self
 
     @property
@@ -153,7 +177,11 @@ class ChatMessage(BaseModel):
             fields["tool_calls"] = tuple(call.to_tool_call() for call in self.tool_calls or ())
             fields["reasoning"] = self.thought
         if isinstance(self.content, list):
-            return Message.of_parts(role, [part.text for part in self.content], **fields)
+            parts = [
+                part.text if isinstance(part, ChatTextPart) else SentImage(part.image_url.url)
+                for part in self.content
+            ]
+            return Message.of_parts(role, parts, **fields)
         return Message(role, self.content, **fields)
 
 

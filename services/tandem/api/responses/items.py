@@ -24,19 +24,22 @@ def _wrong(message: str, **about: object) -> PydanticCustomError:
 
 
 _TEXTS = ("input_text", "output_text", "text")
+_PARTS = (*_TEXTS, "input_image")
 
 
-def _as_texts(content: object) -> object:
-    """Converts a string to a list of one text part. Raises an error for a part that is not text."""
+def _as_parts(content: object, allowed: tuple[str, ...] = _PARTS) -> object:
+    """Converts a string to a list of one text part. Raises an error for a part of a type that is
+    not allowed."""
     if isinstance(content, str):
         return [{"type": "input_text", "text": content}]
     for index, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in _TEXTS:
+        if isinstance(kind, str) and kind not in allowed:
             raise _wrong(
-                "part {index} has the type {kind}; this model takes text only",
+                "part {index} has the type {kind}; allowed are {allowed}",
                 index=index,
                 kind=repr(kind[:40]),
+                allowed=", ".join(allowed),
             )
     return content
 
@@ -46,13 +49,26 @@ class ResponseTextPart(ContentPart):
     text: str
 
 
-_Texts = Annotated[list[ResponseTextPart], BeforeValidator(_as_texts)]
+class ResponseImagePart(ContentPart):
+    """It ignores `detail`: a model has one way of processing images."""
+
+    type: Literal["input_image"]
+    image_url: str
+
+
+_Texts = Annotated[
+    list[ResponseTextPart], BeforeValidator(lambda content: _as_parts(content, _TEXTS))
+]
+_Parts = Annotated[
+    list[Annotated[ResponseTextPart | ResponseImagePart, Field(discriminator="type")]],
+    BeforeValidator(_as_parts),
+]
 
 
 class MessageItem(ContentPart):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: _Texts
+    content: _Parts
 
 
 class FunctionCallItem(ContentPart):
@@ -153,6 +169,11 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     return messages
 
 
-def _parts(texts: Sequence[ResponseTextPart]) -> list[dict[str, Any]]:
-    """Converts text parts to the content parts of a chat message."""
-    return [{"type": "text", "text": part.text} for part in texts]
+def _parts(parts: Sequence[ResponseTextPart | ResponseImagePart]) -> list[dict[str, Any]]:
+    """Converts texts and images to the content parts of a chat message."""
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, ResponseTextPart)
+        else {"type": "image_url", "image_url": {"url": part.image_url}}
+        for part in parts
+    ]

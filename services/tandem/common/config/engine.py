@@ -27,11 +27,13 @@ from tandem.common.options import (
     Text,
     option_name,
 )
+from tandem.common.speculation import parse_speculation
 from tandem.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 KvDtype = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3", "k8v4", "int4"]
+StateDtype = Literal["float32", "bfloat16", "int8"]
 KvTierPolicy = Literal["lru", "prefix", "priority", "value"]
 Numerics = Literal["fast", "invariant"]
 Kernels = Literal["auto", "native", "torch", "triton"]
@@ -92,6 +94,10 @@ class EngineOptions(Options):
     half of the memory of bfloat16, k8v4 (keys of 8 bits, values of 4 bits) 40%, and int4 28%. k8v4
     and int4 need native or torch kernels. int4 runs a calibration when the model starts for the
     first time. For models with DeepSeek's latent attention, int8 is the only quantized type."""
+    state_dtype: StateDtype = "float32"
+    """Data type of the states of linear attention that are cached or sent to other workers.
+    bfloat16 takes half of the memory of float32, and int8 about a quarter. Steps compute in
+    float32. bfloat16 and int8 need a CPU and one rank."""
     numerics: Numerics = "fast"
     """invariant: compute in float32, so that an answer does not depend on other requests in the
     batch. fast: faster, without this guarantee."""
@@ -159,6 +165,11 @@ class EngineOptions(Options):
     shared_wait_s: Seconds = 10.0
     """Longest wait, in seconds, for KV blocks that another request is already computing. 0: no
     wait."""
+    speculative_config: Text = "off"
+    """Whether a decode step also verifies proposed tokens, so that it may yield several tokens. The
+    answers stay the same. auto: proposes text that repeats the prompt or the answer, as far as it
+    saves time. off: no proposals. Or a JSON object with vLLM's keys, such as {"method": "ngram",
+    "num_speculative_tokens": 8}; the methods are ngram and suffix."""
     lora: Annotated[Mapping[str, str], _Adapters] = field(default_factory=dict)
     """LoRA adapters in PEFT's format, as NAME=FOLDER. The option can be repeated."""
     max_loras: Count = 8
@@ -218,6 +229,16 @@ class EngineOptions(Options):
                 "numerics invariant computes in float32, so dtype and kv-dtype must not be "
                 "bfloat16; set dtype and kv-dtype to auto or float32"
             )
+        if self.numerics == "invariant" and self.state_dtype != "float32":
+            raise ConfigError(
+                f"numerics invariant needs states in float32, but state-dtype is "
+                f"{self.state_dtype}; set state-dtype to float32"
+            )
+        if self.state_dtype != "float32" and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"state-dtype is {self.state_dtype}; it must be float32 with several ranks "
+                "(tensor-parallel)"
+            )
         if self.ranks_share_gpu and self.tensor_parallel == 1:
             raise ConfigError(
                 "ranks-share-gpu is set, but tensor-parallel is 1; set tensor-parallel to at least "
@@ -251,6 +272,7 @@ class EngineOptions(Options):
                 raise ConfigError(
                     f"{option_name(name)} is set without kv-store-url; set both, or neither"
                 )
+        parse_speculation(self.speculative_config)
         if self.lora and not self.max_loras:
             raise ConfigError(
                 "lora lists adapters, but max-loras is 0; set max-loras to at least 1"

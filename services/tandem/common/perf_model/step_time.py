@@ -35,6 +35,7 @@ processes predict the duration of a prompt and not the size of a chunk.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -73,6 +74,14 @@ _PREFILL_SHARE_MIN = 0.1
 # depends mainly on the last 5 mixed steps.
 _COST_KEEP = 0.8
 _OUTLIER = 3.0  # the time of a chunk counts as at most 3 times the predicted time
+# Assumed time that proposed tokens add to a step before this was measured, as parts of the step's
+# predicted time: for the first token, and for each.
+_DRAFT_FIXED = 0.1
+_DRAFT_TOKEN = 0.1
+# With each step that skips proposed tokens for their price, the price is multiplied by this. So a
+# price that is three times too high is measured again after about 110 steps.
+_DRAFT_KEEP = 0.99
+_DRAFT_ADDED_MIN = 0.01  # smallest added time that is observed, as a part of the step's time
 _DECODE_CONTEXT_S = DEFAULT_PREFILL.token_context_s
 
 
@@ -86,11 +95,21 @@ class StepWork:
     prefill_contexts: int = 0
     decode_tokens: int = 0
     decode_contexts: int = 0
+    draft_tokens: int = 0  # proposed tokens, besides the tokens above
 
     @property
     def num_tokens(self) -> int:
         """Total number of tokens; 0 for a step that computed nothing."""
         return self.prefill_tokens + self.decode_tokens
+
+
+class DraftPrice(NamedTuple):
+    """Predicted duration of a step without proposed tokens, and what proposed tokens add to it: a
+    fixed time for the first, and a time for each. All in seconds."""
+
+    step_s: float
+    fixed_s: float
+    token_s: float
 
 
 class StepTimeModel:
@@ -108,6 +127,8 @@ class StepTimeModel:
         self._decode = LinearMeter(
             (DEFAULT_DECODE.step_s, DEFAULT_DECODE.sequence_s, _DECODE_CONTEXT_S)
         )
+        # Added time of proposed tokens, fitted to the decode-only steps with such tokens.
+        self._drafts: LinearMeter | None = None
         self._beside_decode = _CostBesideDecode()
         self._num_slower = 0  # number of slow mixed steps in a row
         self._last_tokens: int | None = None  # number of prefill tokens in the last mixed step
@@ -150,6 +171,9 @@ class StepTimeModel:
             return
         prefill = (work.prefill_tokens, work.prefill_contexts)
         decode = (work.decode_tokens, work.decode_contexts)
+        if work.draft_tokens:
+            self._observe_drafts(work, seconds)
+            return
         if prefill[0]:
             decode_s = decode[0] * (self.decode_rate or DEFAULT_DECODE).sequence_s
             left_s = max(seconds - decode_s, _PREFILL_SHARE_MIN * seconds)
@@ -163,6 +187,41 @@ class StepTimeModel:
         elif decode[0]:
             self._decode.observe((1.0, *decode), seconds)
             self._mean_context = decode[1] / decode[0]
+
+    def draft_price(self, work: StepWork) -> DraftPrice | None:
+        """Returns the price of proposed tokens in a step with `work`, which has no prompt. Returns
+        None before the first decode-only step."""
+        if not self._decode.num_observations:
+            return None
+        step_s = self._decode_s(work.decode_tokens, work.decode_contexts)
+        if self._drafts is None:
+            return DraftPrice(step_s, _DRAFT_FIXED * step_s, _DRAFT_TOKEN * step_s)
+        fixed_s, token_s = self._drafts.coefficients
+        return DraftPrice(step_s, fixed_s, token_s)
+
+    def skip_drafts(self, work: StepWork) -> None:
+        """Records that a step with `work` verifies no proposed tokens, because they cost too much.
+
+        A price above the assumed one falls a little, so that it is measured again after a while.
+        """
+        price = self.draft_price(work)
+        if self._drafts is not None and price is not None:
+            assumed_s = (_DRAFT_FIXED + _DRAFT_TOKEN) * price.step_s
+            if price.fixed_s + price.token_s > assumed_s:
+                self._drafts.stretch(_DRAFT_KEEP)
+
+    def _observe_drafts(self, work: StepWork, seconds: float) -> None:
+        """Adds a decode-only step with proposed tokens."""
+        price = self.draft_price(work)
+        if price is None:
+            return
+        if self._drafts is None:
+            self._drafts = LinearMeter((price.fixed_s, price.token_s))
+        # A step may take less time than predicted for its decode alone. A step that the machine's
+        # scheduler interrupted must not make proposed tokens so expensive that none is tried again.
+        added_s = max(seconds - price.step_s, _DRAFT_ADDED_MIN * price.step_s)
+        added_s = min(added_s, _OUTLIER * (price.fixed_s + work.draft_tokens * price.token_s))
+        self._drafts.observe((1.0, work.draft_tokens), added_s)
 
     def chunk_max(self, work: StepWork, context: int) -> int | None:
         """Returns the largest number of tokens of a prompt that may be added, as one chunk, to a

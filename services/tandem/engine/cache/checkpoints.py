@@ -7,8 +7,8 @@ chunks:
 - the last positions before the end of the prompt, and before its last tokens: chat templates end a
   prompt with a few tokens that the next turn of a conversation may not have;
 - in a long prompt, every `interval` tokens;
-- where the KV that is cached without a state ends: other prompts have the same beginning, such as a
-  system prompt;
+- at the ends of beginnings that other prompts have, too: the system prompt with its tools, a pinned
+  part, and the KV that is cached without a state (`Sequence.next_checkpoint`);
 - in the answer, every 64 tokens. Only the last of these is worth its memory, so each one makes the
   one before it the first to be evicted.
 """
@@ -16,19 +16,12 @@ chunks:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
 
-from tandem.engine.cache.layout.kv_groups import KvLayout, checkpoint_interval
+from tandem.engine.cache.layout.kv_groups import KvLayout, checkpoint_interval, state_spacing
 
-_INNER_CHUNK = 64  # tokens that kernels compute together by matrix products (docs/kernels.md)
 # Largest number of tokens with which most chat templates end a prompt, such as
 # "<|im_start|>assistant\n<think>\n".
 _LAST_TOKENS = 8
-
-
-def checkpoint_spacing(block_size: int) -> int:
-    """Returns the number of tokens of which all positions are multiples."""
-    return lcm(_INNER_CHUNK, block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +37,7 @@ class Checkpoints:
         if not layout.state_groups:
             return None
         blocks = layout.without_states
-        spacing = checkpoint_spacing(layout.block_size)
+        spacing = state_spacing(layout.block_size)
         interval = max(
             checkpoint_interval(layout.groups[number], blocks) for number in layout.state_groups
         )

@@ -61,6 +61,7 @@ class KvCache:
         self.has_windows = layout.has_windows
         self._state_groups = layout.state_groups
         self.has_states = bool(self._state_groups)
+        self.has_working_states = layout.has_working_states
         # Number of slots for the states of sequences, if the model has states.
         self.num_slots = min((layout.sizes[number] for number in self._state_groups), default=0)
         # (group, slot) of each quarantined slot -> the ids of the pieces that a pull may still
@@ -167,7 +168,13 @@ class KvCache:
             tables.hitters = HeavyHitters(budget, self._block_size)
         elif budget is not None:
             tables.budget = layout
-        spans = _spans(layout, _most_kept(budget, num_tokens), resume, is_chain=is_chain)
+        spans = _spans(
+            layout,
+            _most_kept(budget, num_tokens),
+            resume,
+            is_chain=is_chain,
+            checkpoint=checkpoint,
+        )
         for number, (pool, (kept, first, end), source) in enumerate(
             zip(self.pools, spans, self._copied(sources, spans, depth), strict=True)
         ):
@@ -211,7 +218,13 @@ class KvCache:
     ) -> bool:
         """Returns whether `reserve` would find enough room."""
         layout = self._layout_under(budget)
-        spans = _spans(layout, _most_kept(budget, num_tokens), resume, is_chain=is_chain)
+        spans = _spans(
+            layout,
+            _most_kept(budget, num_tokens),
+            resume,
+            is_chain=is_chain,
+            checkpoint=checkpoint,
+        )
         states = () if is_chain else self._state_groups
         frozen = dict(zip(states, taken, strict=False))
         for number, (pool, (kept, first, end), source) in enumerate(
@@ -330,6 +343,15 @@ class KvCache:
             covered = min(covered, len(ids))
         return min(num_tokens, covered * size + passed)
 
+    def trim(self, tables: BlockTables, num_tokens: int) -> None:
+        """Releases the blocks at the end of the tables that `num_tokens` tokens do not need. No
+        such block may have a hash, or KV that still counts."""
+        num_blocks = -(-num_tokens // self._block_size)
+        for number, (pool, ids) in enumerate(zip(self.pools, tables.ids, strict=False)):
+            if number not in tables.states and len(ids) > num_blocks:
+                pool.release(ids[num_blocks:])
+                del ids[num_blocks:]
+
     def free_out_of_window(self, tables: BlockTables, num_tokens: int) -> None:
         """Releases the blocks that left the window: those that no token after the first
         `num_tokens` tokens sees."""
@@ -408,8 +430,8 @@ class KvCache:
         these states at once; otherwise not before `want_copies`.
 
         Returns the copies, which the caller must make at once. Makes none if the states are cached
-        already, or if all slots are in use. States that are transferred have a slot of the
-        sequence, which it keeps.
+        already, or if all slots are in use or have pinned states. States that are transferred have
+        a slot of the sequence, which it keeps.
         """
         copies = []
         is_transferred = len(block_hashes) == tables.checkpoint
@@ -420,10 +442,13 @@ class KvCache:
                 slot = tables.ids[group][1]
                 if not pool.is_writable(slot):
                     continue  # the sequence has resumed after these states
-            elif pool.find(block_hashes[-1]) is not None or (taken := pool.allocate(1)) is None:
+            elif (
+                pool.find(block_hashes[-1]) is not None
+                or (free := pool.allocate_for_copy()) is None
+            ):
                 continue
             else:
-                (slot,) = taken
+                slot = free
             stored = _store_state(pool, slot, block_hashes, chain_root, token_ids, adapter)
             if is_transferred:
                 tables.ids[group][1] = stored
@@ -657,13 +682,15 @@ def _most_kept(budget: KvBudget | None, num_tokens: int) -> int:
 
 
 def _spans(
-    layout: KvLayout, num_tokens: int, resume: int, *, is_chain: bool
+    layout: KvLayout, num_tokens: int, resume: int, *, is_chain: bool, checkpoint: int = 0
 ) -> list[tuple[int, int, int]]:
     """Returns (kept, first, end) for each group. The group's table has blocks for the indices 0 to
     `kept` - 1 and `first` to `end` - 1. The first `kept` blocks are sinks, which every token sees
     under a KV budget; without a budget `kept` is 0. In a state group, the table of a sequence has
-    one entry, the running state."""
+    one entry, the running state. A sequence that resumes after `checkpoint` blocks, or awaits the
+    blocks after them, has all blocks that follow."""
     num_blocks = layout.blocks_of(num_tokens)
+    has_rest = 0 < checkpoint * layout.block_size <= resume
     spans = []
     for group in layout.groups:
         if group.has_states and not is_chain:
@@ -672,7 +699,8 @@ def _spans(
         first = group.first_seen(resume)
         least = group.decode_blocks
         kept = min(group.kept_blocks, first)
-        end = num_blocks if least is None else min(num_blocks, first + least - kept)
+        has_all = least is None or has_rest
+        end = num_blocks if has_all else min(num_blocks, first + least - kept)
         spans.append((kept, first, end))
     return spans
 

@@ -15,7 +15,8 @@ A consumer that already has the block at index 0 receives the blocks from number
 The running states of a sequence come last (`running_states`). A producer's running states are final
 when the prompt is computed, because the consumer decodes. The last frozen states of the prompt are
 transferred, too, after the blocks of the index before them. The consumer caches them, because other
-requests cannot resume after its running states.
+requests cannot resume after its running states. A request that resumes after the frozen states sees
+earlier blocks of a window than the peer's first token does, so these are transferred, too.
 """
 
 from tandem.engine.cache.block_table import BlockTables
@@ -46,7 +47,7 @@ def transfer_order(
             layout.global_ids(number, ids),
             group.num_pieces,
             group.kept_blocks,
-            group.first_seen(depth * layout.block_size),
+            group.first_seen(min(depth, checkpoint or depth) * layout.block_size),
         )
         for number, (ids, group) in enumerate(zip(tables.ids, layout.groups, strict=True))
         if number not in tables.states

@@ -31,11 +31,16 @@ def describe(device: torch.device) -> str:
 def check_dtypes(
     config: EngineConfig, device: torch.device, *, dtype: str, checkpoint_dtype: str
 ) -> None:
-    """Raises ConfigError if the settings name bfloat16 and the card has none. Logs a warning if a
-    checkpoint in float16 loses precision. `dtype` is that of the computation. On a CPU, it does
-    nothing."""
+    """Raises ConfigError if the settings name bfloat16 and the card has none, or a dtype of states
+    that no card supports. Logs a warning if a checkpoint in float16 loses precision. `dtype` is
+    that of the computation. On a CPU, it does nothing."""
     if device.type != "cuda":
         return
+    if config.state_dtype != "float32":
+        raise ConfigError(
+            f"state-dtype is {config.state_dtype}; it must be float32 on a GPU, because only CPUs "
+            "support other types"
+        )
     named = {"dtype": config.dtype, "kv-dtype": config.kv_dtype}
     for option, value in named.items():
         if value == "bfloat16" and is_old(device):

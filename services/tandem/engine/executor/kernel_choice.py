@@ -94,6 +94,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
         return why_not_native(model)
     if chosen != "triton":
         return ""
+    if config.state_dtype != "float32":
+        return f"only the native and torch kernels support states in {config.state_dtype}"
     if model.latent is not None and config.kv_dtype == "int8":
         return "only the native and torch kernels read int8 KV of latent attention"
     if config.kv_dtype in ("k8v4", "int4"):

@@ -53,6 +53,7 @@ from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
 from tandem.engine.executor.weights.lora import LoraWeights, load_lora
 from tandem.engine.executor.weights.share import Share, share_of_lora
+from tandem.engine.executor.working_states import WorkingStates, with_working_slots
 from tandem.engine.memory import (
     Need,
     keeps_quantized,
@@ -65,14 +66,14 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.tiers.storage import Bytes
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
-from tandem.models.limits import check_settings, max_context
+from tandem.models.limits import check_settings, max_context, why_no_speculation
 from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.native.library import BITS_VERSION
 from tandem_kernels.row_pool import RowPool
 from tandem_kernels.sampling import Draw
-from tandem_kernels.state_pool import Pool, StatePool
+from tandem_kernels.state_pool import PackedStatePool, Pool, StatePool
 
 if TYPE_CHECKING:
     from tandem.common.adapter import Adapter
@@ -171,6 +172,7 @@ class ModelRunner:
         check_dtypes(config, self.device, dtype=dtype_name, checkpoint_dtype=stored)
         self._kv_dtype = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.kv_dtype_name = self._kv_dtype
+        self._state_dtype = config.state_dtype
         self.max_model_len = max_context(config, folder.config)
         self.vocab_size = folder.config.vocab_size
         self._model_config = model = folder.config.for_contexts(self.max_model_len)
@@ -212,8 +214,12 @@ class ModelRunner:
             self.why_no_budgets = "the model has sparse attention"
         if model.shared_kv is not None:
             self.why_no_budgets = "the model has compressed attention"
+        self.why_no_speculation = why_no_speculation(model)
+        if config.speculative_config == "auto" and self.why_no_speculation:
+            log.info("no request speculates, because %s", self.why_no_speculation)
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self._has_triton = kernels == "triton"
+        self.takes_embeddings = kernels != "triton" and not is_library
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
         # Native ranks write their logits to their columns of one array, which rank 0 reads.
         self.shards_logits = kernels != "native" and config.tensor_parallel > 1
@@ -248,6 +254,9 @@ class ModelRunner:
         self._static_kv = _static_kv(folder, self._kv_dtype)
         if self._static_kv is not None:
             self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"
+        if self._state_dtype != "float32":
+            self.kv_dtype_name += f"-states-{self._state_dtype}"
+        self._working: dict[int, WorkingStates] = {}  # of each state group; set by `allocate`
         self._members: Members | None = None
         self._memory = member_of
         if config.tensor_parallel > 1 and member_of is None:
@@ -380,6 +389,7 @@ class ModelRunner:
             block_size=self._block_size,
             dtype=self._kv_dtype,
             computed_dtype=str(self._dtype).removeprefix("torch."),
+            state_dtype=self._state_dtype,
         )
 
     def _own_layout(self, *num_blocks: int) -> KvLayout:
@@ -503,12 +513,20 @@ class ModelRunner:
             memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
         return memory, [
-            self._make_pool(part.view(group.layout.num_blocks, -1), group)
-            for part, group in zip(parts, layout.groups, strict=True)
+            self._make_pool(part.view(group.layout.num_blocks, -1), number, group)
+            for number, (part, group) in enumerate(zip(parts, layout.groups, strict=True))
         ]
 
-    def _make_pool(self, memory: torch.Tensor, group: KvGroup) -> Pool:
-        """Returns the pool of a KV group in `memory`, uint8 [num_blocks, bytes of a block]."""
+    def _make_pool(self, memory: torch.Tensor, number: int, group: KvGroup) -> Pool:
+        """Returns the pool of KV group `number` in `memory`, uint8 [num_blocks, bytes of a block].
+        If states have another dtype than float32, returns the pool of the running states, in other
+        memory."""
+        if isinstance(group.layout, StateLayout) and group.layout.dtype != "float32":
+            layout = group.layout.working(self._num_seqs_max)
+            pages = torch.frombuffer(own_pages(layout.pool_bytes), dtype=torch.uint8)
+            pool = StatePool(pages.view(layout.num_blocks, -1), layout)
+            self._working[number] = WorkingStates(PackedStatePool(memory, group.layout), pool)
+            return pool
         if isinstance(group.layout, StateLayout):
             heads = None if self._has_own_pool else self._share.of(group.layout.num_kv_heads)
             return StatePool(memory, group.layout, heads)
@@ -543,8 +561,17 @@ class ModelRunner:
         if self._has_own_pool and self._members is not None:
             self._members.memory.post(messages.CopyBlocks(copies))
         for source, target, group in copies:
-            memory = self.pools[group].memory
+            packed = self._working.get(group)
+            memory = self.pools[group].memory if packed is None else packed.memory
             memory[target].copy_(memory[source])
+
+    def store_states(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copies the states of sequences that steps have computed, as described in
+        runner_protocol.py."""
+        if not self._working:
+            self.copy_blocks(copies)
+        for slot, target, group in copies if self._working else ():
+            self._working[group].store(slot, target)
 
     def load_adapter(self, adapter: Adapter) -> LoadedAdapter:
         """Reads an adapter's files and returns the adapter for `add_adapter`. May be called in any
@@ -604,6 +631,8 @@ class ModelRunner:
         # The native decoder itself sends its inputs to the other ranks.
         if self._members is not None and not isinstance(self._last, NativeDecoder):
             self._members.memory.post(batch)
+        if self._working:
+            batch = with_working_slots(batch, self._working)
         return self._compute(self._last, batch, self.pools, on_kv_written)
 
     def _compute(

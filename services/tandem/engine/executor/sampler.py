@@ -14,6 +14,8 @@ the chunk:
     earlier chunk of a prompt            0
     chunk of a prompt whose log          one for each token of the chunk; the row of token i has the
       probabilities are requested          log probability of token i + 1
+    chunk with proposed tokens           1, from which the next token is sampled, and one for each
+      (speculator.py)                      proposed token, from which the token after it is sampled
 """
 
 from __future__ import annotations
@@ -64,6 +66,14 @@ def next_draw(sequence: Sequence) -> Draw:
     )
 
 
+class _Drawn(NamedTuple):
+    """A sequence whose next token is sampled."""
+
+    sequence: Sequence
+    row: int  # the row of logits for the token
+    drafts: tuple[int, ...] = ()  # the tokens that are proposed for the next rows
+
+
 # The draw of a row whose token is not used: the cheapest one.
 _UNUSED = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
 
@@ -73,8 +83,7 @@ class StepSampler:
     computed."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
-        # The sequences whose next token is sampled, each with the row of logits for this token.
-        self._drawn: list[tuple[Sequence, int]] = []
+        self._drawn: list[_Drawn] = []
         self._prompts: list[tuple[Sequence, _Wanted]] = []
         self._tokens: DrawnTokens | None = None
         self._places: list[int] = []  # the place of each drawn token among the sampled tokens
@@ -87,8 +96,10 @@ class StepSampler:
             else:
                 num_rows += chunk.samples
             if chunk.samples:
-                self._drawn.append((sequence, num_rows - 1))
+                self._drawn.append(_Drawn(sequence, num_rows - 1, chunk.drafts))
+            num_rows += len(chunk.drafts)
         self._num_rows = num_rows
+        self._proposals = {each.sequence: each for each in self._drawn if each.drafts}
 
     @classmethod
     def of_ahead(cls, chunks: Iterable[Chunk], live: Collection[Sequence]) -> StepSampler:
@@ -98,32 +109,54 @@ class StepSampler:
         for row, chunk in enumerate(chunks):
             sampler._num_rows = row + 1
             if chunk.sequence in live:
-                sampler._drawn.append((chunk.sequence, row))
+                sampler._drawn.append(_Drawn(chunk.sequence, row))
         return sampler
 
     @property
     def grammars(self) -> list[GrammarMatcher]:
         """The grammar matchers of the sequences whose next token is sampled in this step."""
-        return [s.grammar for s, _ in self._drawn if s.grammar is not None]
+        return [each.sequence.grammar for each in self._drawn if each.sequence.grammar is not None]
 
     def skip_late(self) -> None:
         """Samples no token in this step for the sequences whose grammar masks are not ready."""
-        self._drawn = [drawn for drawn in self._drawn if not drawn[0].awaits_mask]
+        self._drawn = [drawn for drawn in self._drawn if not drawn.sequence.awaits_mask]
+
+    @property
+    def has_proposals(self) -> bool:
+        """True if a chunk has proposed tokens."""
+        return bool(self._proposals)
+
+    def is_proposed(self, one: Sampled) -> bool:
+        """Returns whether a sampled token is the one that was proposed in its place."""
+        proposal = self._proposals.get(one.sequence)
+        return proposal is not None and proposal.drafts[:1] == (one.token_id,)
+
+    def go_on(self, sequences: Iterable[Sequence]) -> None:
+        """Prepares to sample the next token of these sequences, whose proposed token is accepted,
+        from the row of this token. The accepted token must have been appended."""
+        self._drawn = []
+        self._prompts = []
+        self._tokens = None
+        self._places = []
+        for sequence in sequences:
+            _, row, drafts = self._proposals[sequence]
+            self._proposals[sequence] = _Drawn(sequence, row + 1, drafts[1:])
+            self._drawn.append(self._proposals[sequence])
 
     @property
     def needs_logits(self) -> bool:
         """True if `finish` still reads the logits or hidden states of the step."""
         return bool(self._prompts) or any(
-            sequence.spec.sampling.logprobs is not None or sequence.wants_embedding
-            for sequence, _ in self._drawn
+            each.sequence.spec.sampling.logprobs is not None or each.sequence.wants_embedding
+            for each in self._drawn
         )
 
     def start(self, runner: Runner, logits: torch.Tensor) -> dict[str, int]:
         """Starts to sample the next tokens. Maps the id of each sequence whose token is sampled to
         the token's place among the sampled tokens."""
-        rows = [row for _, row in self._drawn]
-        draws = [next_draw(sequence) for sequence, _ in self._drawn]
-        if self._prompts and draws:
+        rows = [each.row for each in self._drawn]
+        draws = [next_draw(each.sequence) for each in self._drawn]
+        if (self._prompts or self._proposals) and draws:
             self._places = list(range(len(rows)))
             self._tokens = runner.start_sampling(logits, draws, rows)
         elif draws:
@@ -132,7 +165,7 @@ class StepSampler:
             by_row = dict(zip(rows, draws, strict=True))
             all_draws = [by_row.get(row, _UNUSED) for row in range(self._num_rows)]
             self._tokens = runner.start_sampling(logits, all_draws)
-        names = (sequence.sequence_id for sequence, _ in self._drawn)
+        names = (each.sequence.sequence_id for each in self._drawn)
         return dict(zip(names, self._places, strict=True))
 
     def finish(self, runner: Runner, logits: torch.Tensor) -> list[Sampled]:
@@ -143,13 +176,11 @@ class StepSampler:
         drawn: list[TokenLogprobs | None] = [None] * len(token_ids)
         wanted = [one for _, one in self._prompts]
         places = []
-        for place, ((sequence, row), token_id) in enumerate(
-            zip(self._drawn, token_ids, strict=True)
-        ):
-            num_top = sequence.spec.sampling.logprobs
+        for place, (each, token_id) in enumerate(zip(self._drawn, token_ids, strict=True)):
+            num_top = each.sequence.spec.sampling.logprobs
             if num_top is not None and token_id != NO_TOKEN:
                 places.append(place)
-                wanted.append(_Wanted(row, token_id, num_top))
+                wanted.append(_Wanted(each.row, token_id, num_top))
         if wanted:
             found = _measure(runner, logits, wanted)
             for (sequence, _), one in zip(self._prompts, found, strict=False):
@@ -158,14 +189,14 @@ class StepSampler:
                 drawn[place] = one
         self._embed(runner)
         return [
-            Sampled(sequence, token_id, one)
-            for (sequence, _), token_id, one in zip(self._drawn, token_ids, drawn, strict=True)
+            Sampled(each.sequence, token_id, one)
+            for each, token_id, one in zip(self._drawn, token_ids, drawn, strict=True)
         ]
 
     def _embed(self, runner: Runner) -> None:
         """Stores the hidden state of the prompt's last token in each sequence that requests an
         embedding."""
-        wanted = [(sequence, row) for sequence, row in self._drawn if sequence.wants_embedding]
+        wanted = [(s, row) for s, row, _ in self._drawn if s.wants_embedding]
         if wanted:
             found = runner.final_hidden([row for _, row in wanted])
             for (sequence, _), embedding in zip(wanted, found, strict=True):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
     from tandem.common.kv_budget import VisibleKeys
     from tandem.engine.cache.heavy_hitters import Sums
 
@@ -45,6 +47,12 @@ class SequenceSlice(NamedTuple):
     # Sum of the attention weights that each block got in all steps, fp32 [blocks]. The step adds
     # its own weights in place. None unless the KV budget keeps heavy hitters.
     block_sums: Sums | None = None
+    # Embeddings that take the place of those of some tokens: (index of the first token in
+    # `token_ids`, fp32 [tokens, hidden] on the host) for each run of such tokens.
+    given: Sequence[tuple[int, torch.Tensor]] = ()
+    # Number of proposed tokens at the end of `token_ids`. The logits of each, and of the token
+    # before the first, are needed.
+    num_drafts: int = 0
 
     @property
     def block_tables(self) -> tuple[list[int], ...]:
@@ -58,7 +66,7 @@ class SequenceSlice(NamedTuple):
     @property
     def num_logits(self) -> int:
         """Number of tokens at the end of the slice whose logits are needed."""
-        return self.num_tokens if self.all_logits else int(self.wants_logits)
+        return self.num_tokens if self.all_logits else self.wants_logits + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,9 @@ class StepBatch:
     is_ahead: bool = False
     # Number of largest logits of each row that are read; the others may be -infinity. 0: all are.
     top_k: int = 0
+    # For each state group: the slots of the sequences whose states were computed in earlier steps.
+    # Only if they are not computed in place (working_states.py).
+    live_slots: Sequence[frozenset[int]] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +91,7 @@ class StepBatch:
             s._replace(token_ids=[t if t >= 0 else drawn[-1 - t] for t in s.token_ids])
             for s in self.slices
         ]
-        return StepBatch(slices, top_k=self.top_k)
+        return StepBatch(slices, top_k=self.top_k, live_slots=self.live_slots)
 
     @property
     def has_adapters(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from tandem.common.adapter import Adapter
 from tandem.common.kv_budget import KvBudget, check_budget
+from tandem.common.prompt_image import PromptImage
 from tandem.common.sampling_params import SamplingParams
 from tandem.engine.cache.heavy_hitters import least_tokens
 from tandem.engine.cache.layout.kv_groups import KvLayout
@@ -33,11 +34,13 @@ def check_spec(
     max_model_len: int,
     vocab_size: int,
     check_adapter: Callable[[Adapter | None], None],
+    check_images: Callable[[tuple[PromptImage, ...], int], None],
     why_no_budgets: str = "",
 ) -> None:
     """Raises BadRequest, ContextTooLong or NeverFits if the engine cannot run the sequence. The
-    message has the allowed values. Errors of `check_adapter`, such as AdapterUnavailable,
-    propagate. If the engine allows no KV budgets, `why_no_budgets` has the reason."""
+    message has the allowed values. Errors of `check_adapter` and `check_images`, such as
+    AdapterUnavailable, propagate. If the engine allows no KV budgets, `why_no_budgets` has the
+    reason."""
     num_tokens = len(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= num_tokens:
         raise BadRequest(
@@ -70,6 +73,7 @@ def check_spec(
     _check_numbers(spec.sampling)
     _check_edits(spec, vocab_size)
     check_adapter(spec.adapter)
+    check_images(spec.images, spec.num_prompt_tokens)
     if spec.kv_budget is not None:
         _check_budget(spec.kv_budget, layout, why_no_budgets)
         if not spec.kv_budget.keeps_hitters:

@@ -66,6 +66,8 @@ class EarlyReuse:
     def _awaits_load(self, sequence: Sequence, loading: Iterable[Sequence]) -> bool:
         hashes = sequence.reusable_hashes
         depth = self._kv.match(hashes) if loading else len(hashes)
+        if self._kv.has_windows:
+            return any(_loads_start_of(other, hashes, depth) for other in loading)
         return depth < len(hashes) and is_awaited(depth, hashes, loading)
 
 
@@ -105,6 +107,14 @@ def _next_depth(other: Sequence) -> int:
             return max(other.num_prefix_blocks, other.tables.checkpoint)
         return other.num_prefix_blocks
     return other.next_checkpoint // other.block_size
+
+
+def _loads_start_of(other: Sequence, hashes: list[bytes], depth: int) -> bool:
+    """Returns whether a request with the blocks `hashes` can resume after the blocks that `other`
+    loads, and after more than its first `depth` blocks. With sliding windows or states, a load
+    brings what is needed to resume after its last block alone."""
+    end = other.loading.end
+    return depth < end <= len(hashes) and hashes[end - 1] == other.block_hashes[end - 1]
 
 
 def _pulls_most_of(other: Sequence, hashes: list[bytes], depth: int) -> bool:

@@ -222,6 +222,9 @@ class Loads:
         load = self._tiers.find_load(sequence.sequence_id)
         at = sequence.num_computed_tokens // size
         end = min(load.first_block + load.num_free, at + tokens_left // size)
+        if sequence.spec.images:  # embeddings of images are not computed during a load
+            image = sequence.first_image_token(sequence.num_computed_tokens, sequence.num_tokens)
+            end = min(end, image // size)
         if at >= end:
             return 0
         reach = self._tiers.reach_of(load)

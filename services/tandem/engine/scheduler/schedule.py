@@ -1,5 +1,6 @@
 """The plan of one step: the chunks to compute, and the block copies to make before them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ class Chunk(NamedTuple):
     # In a step that is launched ahead: the place of the chunk's token among the tokens that the
     # step before samples. None: the chunk's tokens are known.
     place: int | None = None
+    drafts: tuple[int, ...] = ()  # proposed tokens, which the step computes after the chunk's
 
     @property
     def slice(self) -> SequenceSlice:
@@ -53,10 +55,11 @@ class Chunk(NamedTuple):
                 adapter=digest_of(sequence.spec.adapter),
                 num_evicted=hitters.num_evicted_tokens,
                 block_sums=hitters.sums(context_len),
+                given=sequence.embeddings(start, end),
             )
         return SequenceSlice(
-            token_ids=sequence.token_ids[start:end],
-            context_len=end,
+            token_ids=[*sequence.token_ids[start:end], *self.drafts],
+            context_len=end + len(self.drafts),
             block_table=tables[0],
             other_tables=tables[1:],
             wants_logits=self.samples,
@@ -64,6 +67,8 @@ class Chunk(NamedTuple):
             wants_hidden=self.samples and sequence.spec.embed,
             adapter=digest_of(sequence.spec.adapter),
             visible=budget.visible if budget is not None else None,
+            given=sequence.embeddings(start, end),
+            num_drafts=len(self.drafts),
         )
 
 
@@ -126,6 +131,11 @@ class Schedule:
         # All known tokens are computed when the step starts. The last one is computed by the step
         # itself if it is known.
         self.work.decode_contexts += sequence.num_tokens - (place is None)
+
+    def add_drafts(self, place: int, drafts: Collection[int]) -> None:
+        """Adds proposed tokens to the chunk at `place`."""
+        self.chunks[place] = self.chunks[place]._replace(drafts=tuple(drafts))
+        self.work.draft_tokens += len(drafts)
 
     def evict(self) -> None:
         """For each sequence whose KV budget keeps heavy hitters, evicts the blocks with the least

@@ -36,6 +36,7 @@ each sequence that ends with a stop token, and the engine drops these tokens.
 
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Collection, Mapping
 from operator import attrgetter
 
@@ -45,6 +46,7 @@ from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots, AdapterSlotState
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.layout.kv_groups import SLOTS_OF_SEQUENCE
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
 from tandem.engine.scheduler.deadlines import Deadlines
 from tandem.engine.scheduler.early_reuse import EarlyReuse, find_parent
@@ -52,6 +54,8 @@ from tandem.engine.scheduler.loads import Loads
 from tandem.engine.scheduler.running_slots import num_running_slots
 from tandem.engine.scheduler.schedule import Chunk, Schedule
 from tandem.engine.sequence import Sequence, SequenceStart, Status
+from tandem.engine.speculation.drafter import Proposal
+from tandem.engine.speculation.speculator import Speculator
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded
@@ -59,6 +63,7 @@ from tandem.errors import Overloaded
 # Maximum number of prompt tokens in a step whose logits are needed, because a request wants their
 # log probabilities. The logits of one token have 0.6 MB with a vocabulary of 150,000 tokens.
 PROMPT_LOGITS_MAX = 128
+DRAFTS_MAX = 128  # maximum number of proposed tokens in a step, because their logits are needed
 
 _arrival = attrgetter("arrival")
 
@@ -78,6 +83,8 @@ class Scheduler:
         shared_wait_s: float,
         adapters: AdapterSlots,
         tiers: Tiers,
+        images: ImageRows,
+        speculator: Speculator,
     ) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -93,6 +100,8 @@ class Scheduler:
         self._max_tokens_per_step = max_tokens_per_step
         self._itl_limit_s = itl_limit_s
         self._adapters = adapters
+        self._images = images
+        self._speculator = speculator
         self._unmeasured = kv.rates(max_tokens_per_step)
         self.deadlines = Deadlines(self._prefill_rates, self._has_rates, time.monotonic)
 
@@ -219,6 +228,46 @@ class Scheduler:
         self._have_waited()
         return schedule
 
+    def add_drafts(self, schedule: Schedule) -> None:
+        """Adds proposed tokens to the chunks of decoding sequences, the most likely tokens first,
+        as far as they are worth their time. A step that computes a prompt gets none.
+
+        The caller must compute the planned chunks, and must then release the blocks that only the
+        proposed tokens needed. These blocks are taken last, so no sequence is preempted for them.
+        """
+        if schedule.work.prefill_tokens or self._speculator.stats is None:
+            return
+        proposals: dict[int, Proposal] = {}
+        for place, chunk in enumerate(schedule.chunks):
+            if chunk.samples and not chunk.all_logits and chunk.sequence.in_decode:
+                proposal = chunk.sequence.propose()
+                if proposal.token_ids:
+                    proposals[place] = proposal
+        if not proposals:
+            return
+        # The probabilities of one proposal descend, so the sort keeps the order of its tokens.
+        ranked = sorted(
+            (
+                (probability, place)
+                for place, proposal in proposals.items()
+                for probability in proposal.probabilities
+            ),
+            key=lambda each: -each[0],
+        )
+        room = min(DRAFTS_MAX, self._max_tokens_per_step - schedule.work.num_tokens)
+        gains = [probability for probability, _ in ranked[:room]]
+        worth = self._speculator.num_worthwhile(gains, schedule.work)
+        counts = Counter(place for _, place in ranked[:worth])
+        for place, count in counts.items():
+            tables = schedule.chunks[place].sequence.tables
+            num_tokens = schedule.chunks[place].sequence.num_tokens
+            covered = self._kv.extend(tables, num_tokens + count)
+            if covered > num_tokens:
+                drafts = proposals[place].token_ids[: covered - num_tokens]
+                schedule.add_drafts(place, drafts)
+            else:
+                self._kv.trim(tables, num_tokens)
+
     def schedule_ahead(self, places: Mapping[str, int], max_model_len: int) -> Schedule | None:
         """Plans the next decode step before the tokens of the current step are known.
 
@@ -229,6 +278,7 @@ class Scheduler:
         if self.loads.has_work(self.loading):
             return None
         schedule = Schedule(is_ahead=True)
+        gains: list[float] = []
         tokens_max = min(self._max_num_seqs, self._max_tokens_per_step)
         for sequence in self.running:
             place = places.get(sequence.sequence_id)
@@ -238,6 +288,8 @@ class Scheduler:
                 return None
             if sequence.mode is Mode.PREFILL_ONLY:
                 continue  # another worker decodes it
+            if sequence.drafter is not None:
+                gains += sequence.propose().probabilities
             if place is not None and sequence.ends_with_next(max_model_len):
                 if self.waiting:
                     return None  # a waiting sequence may take the place of this one
@@ -254,6 +306,10 @@ class Scheduler:
                 return None
             schedule.add_ahead(sequence, place)
         if not schedule.chunks:
+            return None
+        # A step that is launched ahead verifies no proposals.
+        gains.sort(reverse=True)
+        if gains and self._speculator.num_worthwhile(gains, schedule.work):
             return None
         oldest = self._next_waiting()
         if oldest is not None and self._find_start(oldest, schedule) is not None:
@@ -500,11 +556,32 @@ class Scheduler:
         num_tokens = min(num_tokens, sequence.num_next_tokens)
         if sequence.needs_mask_first:
             num_tokens = min(num_tokens, sequence.num_missing_tokens - 1)
+        num_tokens = self._with_images(sequence, num_tokens)
         # Shortens the chunk if the pool of a window has too few blocks, because other sequences
         # hold blocks for their own chunks.
         end = self._kv.extend(sequence.tables, sequence.num_computed_tokens + num_tokens)
         if end > sequence.num_computed_tokens:
             schedule.add(sequence, end - sequence.num_computed_tokens)
+
+    def _with_images(self, sequence: Sequence, num_tokens: int) -> int:
+        """Returns the size of a chunk of at most `num_tokens` tokens that ends before the first
+        image whose embedding is not computed yet. Embeddings that are needed later are begun, too,
+        and those of computed tokens are dropped."""
+        if not sequence.spec.images:
+            return num_tokens
+        first = sequence.num_computed_tokens
+        end = first + num_tokens
+        needed = {}
+        for image in sequence.missing_images:
+            rows = sequence.image_rows.get(image.digest)
+            if rows is None:
+                rows = self._images.find(image)
+            if rows is not None:
+                needed[image.digest] = rows
+            else:
+                end = min(end, *(at for at, _ in image.rows_in(first, end)), end)
+        sequence.image_rows = needed
+        return end - first
 
     def computed(self, chunk: Chunk) -> None:
         """Updates `pull_lag_s` of a chunk's sequence: the seconds for which the consumer still

@@ -162,6 +162,19 @@ class GrammarMatcher:
             self._compiled.lock.release()
             self._masks.search_s += time.perf_counter() - started
 
+    def count_allowed(self, token_ids: list[int]) -> int:
+        """Returns how many of these next tokens the grammar allows, from the first on. Returns 0 if
+        the check might delay the engine."""
+        if self.is_slow or not self._masks.may_search or not self._compiled.lock.acquire(False):
+            return 0
+        started = time.perf_counter()
+        try:
+            matcher = self._catch_up()
+            return 0 if matcher is None else matcher.validate_tokens(token_ids)
+        finally:
+            self._compiled.lock.release()
+            self._masks.search_s += time.perf_counter() - started
+
     def update(self) -> None:
         """Computes the mask of the next token, or sets `error`. Runs on a mask thread."""
         with self._compiled.lock:

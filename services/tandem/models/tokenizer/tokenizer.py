@@ -172,7 +172,7 @@ class Tokenizer:
         tag = f"{self.nonce}unfinished"
         if isinstance(content, list):
             *before, last = content
-            content = last["text"]
+            content = last.get("text")  # None: the content ends with an image
             tagged_content: Any = [*before, {**last, "text": f"{content}{tag} "}]
         else:
             tagged_content = f"{content or ''}{tag} "

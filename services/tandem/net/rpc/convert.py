@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 from tandem.common.adapter import Adapter
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.kv_budget import KvBudget
+from tandem.common.prompt_image import PromptImage
 from tandem.common.retention import Retention
 from tandem.common.sampling_params import SamplingParams
 from tandem.common.worker_load import GroupLoad
@@ -31,6 +32,7 @@ _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Adapter: Adapter,
     pb.CachedTokens: CachedTokens,
     pb.KvGroupLoad: GroupLoad,
+    pb.PromptImage: PromptImage,
     pb.Retention: Retention,
     pb.SequenceKvBudget: KvBudget,
 }

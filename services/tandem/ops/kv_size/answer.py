@@ -57,6 +57,7 @@ def compute(options: KvSizeOptions) -> KvSizeAnswer:
         context=context,
         batch=options.batch,
         computed_dtype=options.dtype,
+        state_dtype=options.state_dtype,
     )
     one_rank = partial(size, tensor_parallel=1)
     rank_counts = options.tensor_parallel

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from tandem.common.config.engine import StateDtype
 from tandem.common.dtypes import KV_BITS
 from tandem.common.options import (
     NotNegative,
@@ -50,6 +51,8 @@ class KvSizeOptions(Options):
     """Number of tokens in a KV block."""
     kv_dtype: str = "bfloat16"
     """Data type of the KV pool, for the tables that do not compare data types."""
+    state_dtype: StateDtype = "float32"
+    """Data type of the states of linear attention."""
     dtype: Computed = "bfloat16"
     """Data type of the computation. With int8 KV, the rotary keys of latent attention are still
     stored in this type."""

@@ -33,6 +33,7 @@ class KvSize:
     # dtype in which the model computes. If latent KV (MLA) is quantized, the RoPE part of the keys
     # still has this dtype.
     computed_dtype: str
+    state_dtype: str  # dtype of the states of linear attention
     tensor_parallel: int
     heads_per_rank: int
     token_bytes: int | float  # KV of one token; not an integer if blocks are padded
@@ -94,11 +95,17 @@ def rank_layout(
     dtype: str,
     tensor_parallel: int,
     computed_dtype: str = "bfloat16",
+    state_dtype: str = "float32",
 ) -> KvLayout:
     """Returns the layout of one rank's KV pools. `num_blocks` are the numbers of blocks, one for
     each KV group. Raises Incompatible if the KV heads cannot be divided among the ranks."""
     whole = model_layout(
-        model, num_blocks, block_size=block_size, dtype=dtype, computed_dtype=computed_dtype
+        model,
+        num_blocks,
+        block_size=block_size,
+        dtype=dtype,
+        computed_dtype=computed_dtype,
+        state_dtype=state_dtype,
     )
     return whole.of_rank(tensor_parallel)
 
@@ -112,6 +119,7 @@ def kv_size(
     context: int,
     batch: int,
     computed_dtype: str = "bfloat16",
+    state_dtype: str = "float32",
 ) -> KvSize:
     """Computes the size of the KV of `batch` sequences of `context` tokens each. Raises
     Incompatible if the KV heads cannot be divided among the ranks."""
@@ -122,6 +130,7 @@ def kv_size(
         dtype=dtype,
         tensor_parallel=tensor_parallel,
         computed_dtype=computed_dtype,
+        state_dtype=state_dtype,
     )
     one = layout()
     blocks = one.sequence_blocks(context)
@@ -131,6 +140,7 @@ def kv_size(
         kv_heads=model.num_kv_heads,
         dtype=dtype,
         computed_dtype=computed_dtype,
+        state_dtype=state_dtype,
         tensor_parallel=tensor_parallel,
         heads_per_rank=one.groups[0].layout.num_kv_heads,
         token_bytes=one.block_bytes / block_size if rest else whole,
@@ -169,6 +179,7 @@ def device_fit(
             dtype=size.dtype,
             tensor_parallel=size.tensor_parallel,
             computed_dtype=size.computed_dtype,
+            state_dtype=size.state_dtype,
         )
         blocks = tuple(divide_pool(layout, config, step_tokens=STEP_TOKENS).sizes)
     except ConfigError:  # not even one block fits

@@ -42,6 +42,21 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] = (
         "Prompt tokens whose KV came from a KV tier or another worker",
         lambda c: c.cached_elsewhere,
     ),
+    (
+        "spec_decode_num_drafts",
+        "Proposals that a step has verified",
+        lambda c: c.speculation.num_drafts,
+    ),
+    (
+        "spec_decode_num_draft_tokens",
+        "Proposed tokens that a step has verified",
+        lambda c: c.speculation.num_draft_tokens,
+    ),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Proposed tokens that were accepted",
+        lambda c: c.speculation.num_accepted_tokens,
+    ),
     ("nixl_num_failed_transfers", "Pulls over NIXL that failed", lambda c: c.nixl.num_failed),
     (
         "nixl_num_failed_notifications",
@@ -84,6 +99,7 @@ def engine_metrics(workers: Sequence[WorkerRecord], model_name: str) -> Iterator
             counter.add_metric(engine, value(counts))
         yield counter
     yield _by_source(engines)
+    yield _accepted_at(engines)
     yield _waiting(workers, model_name)
     steps = [(engine, Observed(c.step_tokens, c.steps)) for engine, c in engines]
     yield _histogram("iteration_tokens_total", "Tokens of each engine step", STEP_TOKENS, steps)
@@ -120,6 +136,18 @@ def _by_source(engines: Sequence[tuple[tuple[str, str], EngineCounts]]) -> Metri
     for engine, counts in engines:
         for source, value in _SOURCES:
             counter.add_metric((*engine, source), value(counts))
+    return counter
+
+
+def _accepted_at(engines: Sequence[tuple[tuple[str, str], EngineCounts]]) -> Metric:
+    counter = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Proposed tokens that were accepted, by their position in the proposal",
+        labels=(*_LABELS, "position"),
+    )
+    for engine, counts in engines:
+        for position, count in enumerate(counts.speculation.num_accepted_at):
+            counter.add_metric((*engine, str(position)), count)
     return counter
 
 

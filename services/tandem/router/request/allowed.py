@@ -22,7 +22,8 @@ ALLOWED = {
     "prompt": "a non-empty string, or one list of token ids",
     "messages": "a non-empty list of messages, each with a role (system, user, assistant, tool, "
     "or another that the chat template knows: up to 64 letters, digits, _ and -) "
-    'and a content that is a string or a list of {"type": "text", "text": ...} parts',
+    'and a content that is a string or a list of parts: {"type": "text", "text": ...} and, of a '
+    'user, {"type": "image_url", "image_url": {"url": "data:..."}}',
     "tools": f'a list of at most {TOOLS_MAX} tools such as {{"type": "function", "function": '
     '{"name": ..., "parameters": ...}}',
     "tool_choice": '"auto" or "none"; or, if the request has tools, "required" or one of the '

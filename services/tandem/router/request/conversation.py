@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Literal, Self
 
 from tandem.common.printable import shorten
@@ -29,6 +30,13 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class SentImage:
+    """An image in a message, as the client sent it."""
+
+    url: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     role: str
     content: str | None  # None: the message is an assistant message with only tool calls
@@ -36,14 +44,15 @@ class Message:
     tool_call_id: str = ""
     name: str = ""  # name of the speaker, or of a tool's function
     reasoning: str = ""
-    # The texts, if the client sent the content as a list of texts. `content` then has all texts,
-    # joined by line breaks as in vLLM.
-    parts: tuple[str, ...] = field(default=(), compare=False)
+    # The texts and images, if the client sent the content as a list of them. `content` then has all
+    # texts, joined by line breaks as in vLLM.
+    parts: tuple[str | SentImage, ...] = field(default=(), compare=False)
 
     @classmethod
-    def of_parts(cls, role: str, parts: Sequence[str], **fields: Any) -> Self:
-        """Returns a message whose content was sent as a list of texts."""
-        return cls(role, "\n".join(parts), parts=tuple(parts), **fields)
+    def of_parts(cls, role: str, parts: Sequence[str | SentImage], **fields: Any) -> Self:
+        """Returns a message whose content was sent as a list of texts and images."""
+        text = "\n".join(part for part in parts if isinstance(part, str))
+        return cls(role, text, parts=tuple(parts), **fields)
 
     def __post_init__(self) -> None:
         if not _ROLE.fullmatch(self.role):
@@ -53,11 +62,18 @@ class Message:
                 param="messages",
             )
 
+    @property
+    def images(self) -> list[SentImage]:
+        return [part for part in self.parts if isinstance(part, SentImage)]
+
     def template_input(self) -> dict[str, Any]:
         """Returns the message for `ChatTemplate.render`, with only the fields that were sent."""
         content: Any = self.content
-        if len(self.parts) > 1:
-            content = [{"type": "text", "text": text} for text in self.parts]
+        if len(self.parts) > 1 or self.images:
+            content = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                for part in self.parts
+            ]
         given: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             given["tool_calls"] = [call.template_input() for call in self.tool_calls]
@@ -134,6 +150,11 @@ class Conversation:
         return tuple(named)[:1] if self.only_tool else self.tools
 
     @property
+    def images(self) -> list[SentImage]:
+        """The images of all messages, in their order."""
+        return [image for message in self.messages for image in message.images]
+
+    @property
     def continued(self) -> str | None:
         """The content that the answer continues; None if the answer is a new message.
 
@@ -154,6 +175,20 @@ class Conversation:
         """Returns the arguments (messages, tools, options) of `Tokenizer.render_prompt`."""
         messages = [message.template_input() for message in self.messages]
         return messages, list(self.tools) or None, self.template_options
+
+    @property
+    def beginning(self) -> Self | None:
+        """A chat with the system prompt and the tools of this one, and another user message. None:
+        this chat has neither. The prompts of both have the same first tokens."""
+        system = tuple(takewhile(lambda message: message.role == "system", self.messages))
+        if not system and not self.tools:
+            return None
+        return replace(
+            self,
+            messages=(*system, Message("user", "?")),
+            add_generation_prompt=False,
+            continue_final_message=False,
+        )
 
     @property
     def num_characters(self) -> int:

@@ -364,11 +364,12 @@ class Generator:
         request = with_template_options(model.model_format, request)
         salt = cache_salt(self.config.cluster.token, request.tenant)
         compatibility = self._view.compatibility()
-        token_ids, block_hashes, pinned_tokens = await model.preparer.prepare(
+        prepared = await model.preparer.prepare(
             request,
             compatibility.chain(salt, digest_of(adapter)) if compatibility else None,
             max_model_len=max_model_len,
         )
+        token_ids = prepared.token_ids
         pool_tokens = pool_tokens_of(request, self._view.pool_tokens(), self.config)
         max_tokens = request.resolved_max_tokens(
             len(token_ids), max_model_len, pool_tokens=pool_tokens
@@ -389,9 +390,11 @@ class Generator:
             cache_salt=salt,
             adapter=adapter,
             block_size=compatibility.block_size if compatibility else 0,
-            pinned_tokens=pinned_tokens,
+            pinned_tokens=prepared.pinned_tokens,
+            system_tokens=prepared.system_tokens,
+            images=prepared.images,
         )
-        return Job(checked, Progress(block_hashes, timeline))
+        return Job(checked, Progress(prepared.block_hashes, timeline))
 
 
 def _deltas(

@@ -48,6 +48,7 @@ from tandem.common.block_hash import block_hash
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.kv_budget import KvBudget
 from tandem.common.perf_model.predict import Prefill
+from tandem.common.prompt_image import PromptImage, image_marks, with_flags
 from tandem.common.retention import Retention
 from tandem.common.sampling_params import SamplingParams
 from tandem.common.states import transition
@@ -116,6 +117,10 @@ class PreparedRequest:
     # Only used if the client requested a pin: the KV of this many leading prompt tokens is pinned.
     # 0: the KV of the whole prompt and the completion is pinned.
     pinned_tokens: int = 0
+    images: tuple[PromptImage, ...] = ()  # the prompt's images, in the order of their tokens
+    # Number of leading prompt tokens that all chats with the same system prompt and tools have; 0:
+    # unknown.
+    system_tokens: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -402,9 +407,11 @@ class Job:
             return block_hashes
         size = compatibility.block_size
         parent = block_hashes[-1] if block_hashes else None
+        marks = image_marks(self.request.images, size)
         for start in range(len(block_hashes) * size, self.num_tokens - size + 1, size):
             parent = parent or self.request.chain_root(compatibility)
-            parent = block_hash(parent, self._tokens(start, start + size))
+            mark = marks.get(start // size, b"")
+            parent = block_hash(parent, self._tokens(start, start + size), mark)
             block_hashes.append(parent)
         return block_hashes
 
@@ -486,7 +493,7 @@ def model_input(request: PreparedRequest, output_token_ids: Sequence[int] = ()) 
     return to_message(
         pb.SequenceInput,
         request,
-        token_ids=[*request.token_ids, *output_token_ids],
+        token_ids=[*with_flags(request.token_ids, request.images), *output_token_ids],
     )
 
 

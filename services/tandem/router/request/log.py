@@ -157,6 +157,11 @@ class RequestRecord:
             "tokens_ahead": timings.tokens_ahead,
             "local_prefill_ms": round(timings.local_prefill_ms, 3),
             "remote_prefill_ms": round(timings.remote_prefill_ms, 3),
+            "tokens_proposed": sum(job.progress.timings.tokens_proposed for job in self.jobs),
+            "tokens_accepted": sum(job.progress.timings.tokens_accepted for job in self.jobs),
+            "speculation_saved_ms": round(
+                sum(job.progress.timings.speculation_saved_ms for job in self.jobs), 3
+            ),
             "blocks_pulled": sum(job.progress.timings.blocks_pulled for job in self.jobs),
             "bytes_pulled": sum(job.progress.timings.bytes_pulled for job in self.jobs),
             "usage": {

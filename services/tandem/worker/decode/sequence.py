@@ -46,6 +46,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.speculation import Speculated
 from tandem.common.states import transition
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.net.observability.traces import NO_SPAN, Attributes, RequestSpan
@@ -165,6 +166,11 @@ class DecodeSequence:
     def note_second_token(self, now: float) -> None:
         self.second_token_at = now
         self.timings.second_token_ms = (now - self.first_token_at) * 1000
+
+    def note_speculated(self, speculated: Speculated) -> None:
+        self.timings.tokens_proposed = speculated.proposed_tokens
+        self.timings.tokens_accepted = speculated.accepted_tokens
+        self.timings.speculation_saved_ms = speculated.saved_s * 1000
 
     def end_span(self, now: float, outcome: str) -> None:
         """Ends the trace span and adds the stages that were reached.

@@ -252,4 +252,6 @@ class DecodeService:
                 sequence.cached = sequence.cached.then(new.cached)
             self._sequences.send_tokens(sequence, new)
         if new.finish_reason:
+            if new.speculated is not None:
+                sequence.note_speculated(new.speculated)
             self._sequences.finish(sequence, new.finish_reason, new.num_preemptions)

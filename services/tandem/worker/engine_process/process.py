@@ -35,6 +35,7 @@ from tandem.engine.cache.layout.pool_bytes import pool_bytes
 from tandem.engine.cache.layout.pool_memory import populate
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.vision_tower import make_image_rows
 from tandem.engine.tiers.io_thread import IoThread
 from tandem.engine.types import Failed, StepReport
 from tandem.errors import ConfigError, InternalError, TandemError, WorkerLost
@@ -126,7 +127,8 @@ class EngineProcess:
         started = time.perf_counter()
         compiler = GrammarCompiler.of(folder)
         start_thread = partial(IoThread, on_job_end=partial(os.eventfd_write, self._tier_wake, 1))
-        engine = Engine(settings.engine, runner, folder.fingerprint, compiler, start_thread)
+        images = make_image_rows(folder, runner, settings.engine)
+        engine = Engine(settings.engine, runner, folder.fingerprint, compiler, start_thread, images)
         load_ms["kv_pool"] = _ms_since(started)
         return runner, engine, folder.fingerprint
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.common.config.worker import WorkerConfig
+from tandem.common.prompt_image import with_flags
 from tandem.engine.types import SequenceSpec
 from tandem.errors import LeaseLost, Overloaded, WorkerLost
 from tandem.net.rpc.convert import cached_of, to_message
@@ -124,7 +125,9 @@ class ConsumerLease:
         start = pb.StartPrefill(
             lease_id=self._lease_id,
             request_id=request_id,
-            input=to_message(pb.SequenceInput, spec),
+            input=to_message(
+                pb.SequenceInput, spec, token_ids=with_flags(spec.token_ids, spec.images)
+            ),
             first_missing_block=first_missing_block,
             consumer_worker_id=self._config.worker_id,
             transport=self.peer.transport,

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from tandem.common.engine_counts import EngineTally
 from tandem.common.kv_tiers import SHARED_TIERS
 from tandem.common.perf_model.rates import PairRate
+from tandem.common.speculation import SpeculationStats
 from tandem.common.worker_load import TierUse, WorkerLoad
 from tandem.engine.memory import read_memory
 from tandem.engine.types import EngineStats, StepReport, TierStats
@@ -183,6 +184,8 @@ class WorkerMetrics(MetricSet):
     def on_step(self, step: StepReport) -> None:
         self._stats = step.stats
         self._damage.take(step.stats.tiers)
+        if step.stats.speculation is not None:
+            self.tally.speculation = step.stats.speculation
         if step.num_prefill_tokens or step.num_decode_tokens:
             self.steps.inc()
             self.step_s.observe(step.step_ms / 1000)
@@ -259,6 +262,9 @@ class WorkerMetrics(MetricSet):
         self._registry.register(_AtScrape(partial(index_metrics, self._labels, publisher)))
         self._registry.register(_AtScrape(partial(adapters, self._labels)))
         self._registry.register(_AtScrape(lambda: tier_metrics(self._labels, self._stats)))
+        self._registry.register(
+            _AtScrape(lambda: speculation_metrics(self._labels, self.tally.speculation))
+        )
 
     def collect(self) -> Iterable[Metric]:
         """Returns the current values of all metrics. The gauges of the worker's load are included
@@ -379,6 +385,18 @@ class TierDamage:
         """Returns the number of a tier's blocks that recently could not be read."""
         number, found_at = self._lately.get(tier, (0, 0.0))
         return number if self._clock() - found_at < DAMAGE_S else 0
+
+
+def speculation_metrics(
+    labels: Mapping[str, str], stats: SpeculationStats
+) -> Iterator[CounterMetricFamily]:
+    for name, text, value in (
+        ("proposed", "Proposed tokens that a step has verified", stats.num_draft_tokens),
+        ("accepted", "Proposed tokens that were accepted", stats.num_accepted_tokens),
+    ):
+        family = CounterMetricFamily(f"tandem_{name}_tokens", text, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        yield family
 
 
 def tier_metrics(labels: Mapping[str, str], stats: EngineStats) -> Iterator[Metric]:

@@ -25,7 +25,8 @@ from tandem.common.config.worker import WorkerConfig
 from tandem.common.perf_model.predict import ASK_S, prefill_seconds
 from tandem.common.perf_model.rates import PairRate
 from tandem.common.perf_model.soonest import Offer
-from tandem.engine.cache.checkpoints import checkpoint_spacing
+from tandem.common.prompt_image import image_marks
+from tandem.engine.cache.layout.kv_groups import state_spacing
 from tandem.engine.types import Reserved, SequenceSpec
 from tandem.errors import TandemError
 from tandem.net.observability.logs import about
@@ -69,7 +70,7 @@ class PrefixPuller:
         # have no state after other tokens.
         self.depth_step_tokens = self._block_size
         if compatibility.has_states:
-            self.depth_step_tokens = checkpoint_spacing(self._block_size)
+            self.depth_step_tokens = state_spacing(self._block_size)
         self._peers = peers
         self._rates = rates
         self._metrics = metrics
@@ -148,7 +149,8 @@ class PrefixPuller:
         root = self._compatibility.chain_root(
             plan.spec.cache_salt, adapter=digest_of(plan.spec.adapter)
         )
-        block_hashes = hash_blocks(root, token_ids, self._block_size)
+        marks = image_marks(plan.spec.images, self._block_size)
+        block_hashes = hash_blocks(root, token_ids, self._block_size, marks)
         computed_s = prefill_seconds(
             self._rates.worker, len(token_ids), num_cached * self._block_size
         )

@@ -28,6 +28,8 @@ def tiny(family: str, path: Path, **more: Any) -> ModelFolder:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
     if family.startswith(("qwen3", "olmo")):
         sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    if family == "olmo-hybrid-rope":  # transformers stores equal parts of q, k and v
+        sizes["linear_num_value_heads"] = 4
     if family.startswith("lfm"):
         sizes["hidden_size"] = 256
     return make_tiny_model(family, path, **sizes | more)[0]

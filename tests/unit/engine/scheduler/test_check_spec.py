@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.common.sampling_params import SamplingParams
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.types import Mode
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
@@ -27,6 +28,7 @@ def check(
         max_model_len=max_model_len,
         vocab_size=100,
         check_adapter=lambda _: None,
+        check_images=ImageRows(None).check,
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.scheduler.schedule import Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status
+from tandem.engine.speculation.speculator import Speculator
 from tandem.engine.types import Mode
 from tests.engine_driver import make_spec, no_tiers
 from tests.toy_runner import ToyRunner
@@ -35,6 +37,8 @@ class Bench:
             shared_wait_s=10.0,
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
             tiers=no_tiers(self.kv.pools[0]),
+            images=ImageRows(None),
+            speculator=Speculator(None, self.step_time, 1000),
         )
         self.sequences: list[Sequence] = []
 

@@ -15,10 +15,12 @@ from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.engine import Engine
+from tandem.engine.image_rows import ImageRows
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.scheduler.schedule import Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
+from tandem.engine.speculation.speculator import Speculator
 from tandem.engine.types import Mode
 from tests.engine_driver import Outcome, drive, make_engine, make_spec, no_tiers
 from tests.toy_runner import ToyRunner
@@ -60,6 +62,8 @@ class Bench:
             shared_wait_s=10.0,
             adapters=AdapterSlots(ToyRunner(block_size=4), num_slots=2, rank_max=8),
             tiers=no_tiers(kv.pools[0]),
+            images=ImageRows(None),
+            speculator=Speculator(None, self.step_time, 1000),
         )
         self.num_added = 0
         self.clock = self.machine.seconds
@@ -286,3 +290,41 @@ def test_an_engine_keeps_the_pace_and_makes_the_same_tokens(
     assert [r.num_prefill_tokens for r in mixed[0]] == [192]
     assert len(mixed[1]) > 5
     assert max(r.step_ms for r in mixed[1]) <= 40
+
+
+def test_the_price_of_proposed_tokens_is_measured() -> None:
+    model = StepTimeModel(0.0)
+    work = StepWork(decode_tokens=1, decode_contexts=100)
+    assert model.draft_price(work) is None
+    for _ in range(20):
+        model.observe(work, 0.010)
+    assumed = model.draft_price(work)
+    assert assumed is not None
+    assert assumed.step_s == pytest.approx(0.010, rel=0.05)
+    for count in (2, 8, 4, 16) * 10:
+        drafted = StepWork(decode_tokens=1, decode_contexts=100, draft_tokens=count)
+        model.observe(drafted, 0.010 + 0.001 + count * 0.0005)
+    price = model.draft_price(work)
+    assert price is not None
+    assert price.step_s == pytest.approx(assumed.step_s)  # such steps do not change it
+    assert price.fixed_s == pytest.approx(0.001, rel=0.3)
+    assert price.token_s == pytest.approx(0.0005, rel=0.1)
+
+
+def test_one_interrupted_step_does_not_end_speculation() -> None:
+    model = StepTimeModel(0.0)
+    work = StepWork(decode_tokens=1, decode_contexts=100)
+    for _ in range(20):
+        model.observe(work, 0.010)
+    drafted = replace(work, draft_tokens=4)
+    model.observe(drafted, 1.0)
+    price = model.draft_price(work)
+    assert price is not None
+    assert price.fixed_s + 4 * price.token_s < 0.02
+    for _ in range(500):
+        model.skip_drafts(work)
+    fallen = model.draft_price(work)
+    assert fallen is not None
+    assert 0.0015 < fallen.fixed_s + fallen.token_s < 0.0025  # about the assumed price
+    model.skip_drafts(work)
+    assert model.draft_price(work) == fallen

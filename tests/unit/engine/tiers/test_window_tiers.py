@@ -379,3 +379,26 @@ def test_of_an_answer_the_last_state_is_written(tmp_path: Path) -> None:
     second = [*first, *answer, 7]
     assert ask(engine, second, windows).cached == CachedTokens(host=40)
     engine.close()
+
+
+@pytest.mark.parametrize("windows", [(None, 6), (None, STATE), (None, 5, STATE)], ids=str)
+@pytest.mark.parametrize("num_common", [24, 23])
+def test_a_request_waits_for_a_load_only_if_it_can_resume_where_the_load_ends(
+    windows: Windows, num_common: int, tmp_path: Path
+) -> None:
+    engine = toy(windows, "host", tmp_path, num_blocks=60, max_num_seqs=4)
+    first = prompt(0)
+    ask(engine, first, windows)
+    engine._kv.drop_cached()
+    other = [*first[:num_common], *[99] * (30 - num_common)]
+    outcome = Outcome()
+    engine.add(make_spec("a", first))
+    engine.add(make_spec("b", other))
+    outcome.take(engine.step())
+    assert "a" in [each.sequence_id for each in engine._scheduler.loading]
+    waiting = [each.sequence_id for each in engine._scheduler.waiting]
+    assert waiting == (["b"] if num_common == 24 else [])
+    settle(engine, outcome)
+    assert outcome.token_ids["a"] == continuation(first, 5, windows)
+    assert outcome.token_ids["b"] == continuation(other, 5, windows)
+    engine.close()

@@ -34,7 +34,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import sqrt
+from math import lcm, sqrt
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tandem.engine.cache.layout.block_layout import BlockLayout, num_blocks_of
@@ -59,6 +59,8 @@ SLOTS_OF_SEQUENCE = 3
 # A sequence that awaits its states from a peer holds the latter two. Beside it, there must be room
 # for a prompt that is computed for that peer.
 _SLOTS_MIN = SLOTS_OF_SEQUENCE + 2
+
+_INNER_CHUNK = 64  # tokens that kernels compute together by matrix products (docs/kernels.md)
 
 # Typical number of tokens that a prompt has in common with an earlier one, if it has many.
 _COMMON_TOKENS = 8192
@@ -178,6 +180,20 @@ class KvLayout:
         return tuple(number for number, group in enumerate(self.groups) if group.has_states)
 
     @property
+    def has_working_states(self) -> bool:
+        """True if the states of running sequences are in float32 beside the pools, because slots
+        have another dtype."""
+        return self.working_bytes(1) > 0
+
+    def working_bytes(self, num_seqs: int) -> int:
+        """Returns the bytes of the states in float32 beside the pools; 0 if there are none."""
+        return sum(
+            group.layout.working(num_seqs).pool_bytes
+            for group in self.groups
+            if isinstance(group.layout, StateLayout) and group.layout.dtype != "float32"
+        )
+
+    @property
     def without_states(self) -> KvLayout:
         """The layout of the groups that are not state groups."""
         return KvLayout(tuple(group for group in self.groups if not group.has_states))
@@ -197,11 +213,15 @@ class KvLayout:
     def tokens_max(self) -> int | None:
         """Largest number of tokens that one sequence can have with these pools. None: any number
         fits, because every group has a window and enough blocks for it."""
+        # A sequence that awaits states from a peer also has the blocks that are seen after the last
+        # frozen state of its prompt.
+        more = state_spacing(self.block_size) // self.block_size if self.state_groups else 0
         return min(
             (
                 group.layout.num_blocks * self.block_size
                 for group in self.groups
-                if group.decode_blocks is None or group.layout.num_blocks < group.decode_blocks
+                if group.decode_blocks is None
+                or group.layout.num_blocks < group.decode_blocks + more * (not group.has_states)
             ),
             default=None,
         )
@@ -456,6 +476,11 @@ def _num_slots(config: EngineOptions, group: KvGroup, blocks: KvLayout) -> int:
     return max(least, min(wanted, config.kv_bytes // 2 // slot_bytes))
 
 
+def state_spacing(block_size: int) -> int:
+    """Returns the number of tokens of which all positions of frozen states are multiples."""
+    return lcm(_INNER_CHUNK, block_size)
+
+
 def checkpoint_interval(group: KvGroup, blocks: KvLayout) -> int:
     """Returns the distance in tokens at which the states of a long prompt are worth their memory, a
     power of 2 from 512 to 4,096. `blocks` has the groups with blocks.
@@ -481,12 +506,13 @@ def model_layout(
     block_size: int,
     dtype: str,
     computed_dtype: str = "bfloat16",
+    state_dtype: str = "float32",
 ) -> KvLayout:
     """Returns the layout of a model's pools.
 
     `num_blocks` has one number for each group; by default each group has one block.
-    `computed_dtype` is the dtype of the rotated keys, which quantized latents need. Raises
-    ConfigError for a dtype that the model's KV cannot have.
+    `computed_dtype` is the dtype of the rotated keys, which quantized latents need. `state_dtype`
+    is the dtype of states in slots. Raises ConfigError for a dtype that the model's KV cannot have.
     """
     if why := why_not_kv_dtype(model, dtype) or why_not_block_size(model, block_size):
         raise ConfigError(why)
@@ -496,7 +522,11 @@ def model_layout(
     def group(rule: Rule, layers: tuple[int, ...], size: int) -> KvGroup:
         if isinstance(rule, LinearAttention):
             states = StateLayout.of(
-                rule, num_slots=size, num_layers=len(layers), block_size=block_size
+                rule,
+                num_slots=size,
+                num_layers=len(layers),
+                block_size=block_size,
+                dtype=state_dtype,
             )
             return KvGroup(layers, block_size + 1, states)
         sizes_of_rows = {"num_blocks": size, "block_size": block_size}

@@ -1,9 +1,16 @@
 """The order of bytes in the pool of a state group: the layers with states.
 
 A pool is an array [slots][heads][layers] of parts. A slot has the states of one sequence. A part is
-the state of one layer and one head, in float32:
+the state of one layer and one head, in float32 or bfloat16:
 
     matrix [key dim][value dim] | conv [kernel - 1][channels of the head] | padding
+
+With int8, each row of the matrix has a scale:
+
+    scales, float32 [key dim] | conv, bfloat16 | matrix, int8 | padding
+
+Kernels compute on float32. With another type, the states of the sequences that run are also in
+float32 beside the pool (executor/working_states.py).
 
 `conv` has the last inputs of the convolution, the oldest first. The heads share the channels of
 each section of the convolution (`head_sections`), such as q, k and v of Gated DeltaNet. A part is
@@ -17,13 +24,13 @@ own (kv_groups.py). The heads of a rank have as many pieces as all heads, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from tandem.common.dtypes import DTYPE_BYTES
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.models.config.linear_attention import LinearAttention
 
-_ITEM_BYTES = 4
 _ALIGNMENT_BYTES = 64
 PIECE_BYTES_MAX = 1 << 20
 
@@ -38,7 +45,13 @@ class StateLayout(BlockLayout):
 
     @classmethod
     def of(
-        cls, linear: LinearAttention, *, num_slots: int, num_layers: int, block_size: int
+        cls,
+        linear: LinearAttention,
+        *,
+        num_slots: int,
+        num_layers: int,
+        block_size: int,
+        dtype: str = "float32",
     ) -> StateLayout:
         return cls(
             num_blocks=num_slots,
@@ -46,9 +59,13 @@ class StateLayout(BlockLayout):
             num_layers=num_layers,
             block_size=block_size,
             head_dim=linear.value_dim,
-            dtype="float32",
+            dtype=dtype,
             linear=linear,
         )
+
+    def working(self, num_seqs: int) -> StateLayout:
+        """Returns the layout of the states of `num_seqs` running sequences in float32."""
+        return replace(self, num_blocks=num_seqs, dtype="float32")
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -64,7 +81,10 @@ class StateLayout(BlockLayout):
     def layer_bytes(self) -> int:
         """Bytes of one layer of one head in a slot."""
         (keys, values), (taps, channels) = self.matrix_shape, self.conv_shape
-        num_bytes = _ITEM_BYTES * (keys * values + taps * channels)
+        if self.dtype == "int8":
+            num_bytes = 4 * keys + 2 * taps * channels + keys * values
+        else:
+            num_bytes = DTYPE_BYTES[self.dtype] * (keys * values + taps * channels)
         return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     @property

@@ -54,6 +54,12 @@ class CachedBlocks:
         the state `copy`. Returns None if there is none."""
         return next((leaves[copy].oldest() for leaves in self._leaves if leaves[copy]), None)
 
+    @property
+    def has_unpinned(self) -> bool:
+        """True if a leaf that is not pinned, and that no tier copies, can be evicted."""
+        queues = self._leaves[False]
+        return any(leaves for copy, leaves in queues.items() if copy is not Copy.WRITING)
+
     def pop(self) -> int:
         """Removes and returns the leaf that is evicted first. Raises StopIteration if there is no
         leaf."""

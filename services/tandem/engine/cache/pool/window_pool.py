@@ -132,9 +132,10 @@ class FrozenStatePool(WindowPool):
         self._cached = CachedBlocks(self._blocks, by_use=True)
 
     def may_take(self, block_id: int) -> bool:
-        """Returns whether `take` may be called: the state is CACHED, and no tier copies it."""
+        """Returns whether `take` may be called: the state is CACHED and not pinned, and no tier
+        copies it."""
         block = self._blocks[block_id]
-        return not block.num_references and block.copy is not Copy.WRITING
+        return not (block.num_references or block.is_pinned or block.copy is Copy.WRITING)
 
     def take(self, block_id: int) -> list[int]:
         """Makes a CACHED state the running state of a sequence, which will change it. So it is not
@@ -144,6 +145,14 @@ class FrozenStatePool(WindowPool):
         table = self.allocate(1)
         assert table == [block_id], "the block that is freed last is not allocated first"
         return table
+
+    def allocate_for_copy(self) -> int | None:
+        """Returns a slot with one reference, into which a state is frozen. None: there is none
+        without the eviction of a pinned state."""
+        if not self._free and not self._cached.has_unpinned:
+            return None
+        table = self.allocate(1)
+        return None if table is None else table[0]
 
     def last_depth(self, block_hashes: Sequence[bytes]) -> int:
         """Returns the largest number of leading blocks of a chain after which a state is cached; 0

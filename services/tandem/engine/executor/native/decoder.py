@@ -253,6 +253,7 @@ class NativeDecoder:
             self._memory.post(inputs.sent, inputs.numbers)
         step = self._step(inputs.sent, inputs.numbers.buffer_info()[0], pools)
         step.block_sums = inputs.block_sums.address()
+        step.embeddings = inputs.embeddings_address
         self._library.to_last_kv(self._decoder, step)
         if on_kv_written is not None:
             on_kv_written()
@@ -607,6 +608,8 @@ class _Inputs:
         tables: list[int] = []
         rows: dict[int, range] = {}
         self.block_sums = _BlockSums()
+        given: list[torch.Tensor] = []
+        num_given = 0
         for piece in slices:
             table = piece.block_table
             num_tokens = piece.num_tokens
@@ -616,10 +619,18 @@ class _Inputs:
             sums = self.block_sums.add(piece.block_sums)
             spans += (len(token_ids), num_tokens, context_len, len(tables), *visible, sums)
             token_ids += piece.token_ids
+            for at, embeddings in piece.given:
+                row = len(token_ids) - num_tokens + at
+                num = len(embeddings)
+                token_ids[row : row + num] = range(-1 - num_given, -1 - num_given - num, -1)
+                given.append(embeddings)
+                num_given += num
             positions += [at + piece.num_evicted for at in places] if piece.num_evicted else places
             slots += [table[at // block_size] * block_size + at % block_size for at in places]
             tables += table[: -(-context_len // block_size)]
             rows[id(piece)] = range(len(token_ids) - piece.num_logits, len(token_ids))
+        # Kept here, because the kernels read it by its address.
+        self._embeddings = torch.cat(given).float().contiguous() if given else None
         groups = [(slots, tables), *_other_groups(slices, block_size, state_groups)]
         self.logit_rows = list(chain.from_iterable([rows[id(piece)] for piece in wanted]))
         self.numbers = array("i")  # int32; a number that does not fit raises OverflowError
@@ -636,6 +647,11 @@ class _Inputs:
             has_block_sums=self.block_sums.has_any,
             rows_by_adapter=rows_by_adapter(slices),
         )
+
+    @property
+    def embeddings_address(self) -> int | None:
+        """Address of the embeddings for which negative token ids stand; None if there are none."""
+        return None if self._embeddings is None else self._embeddings.data_ptr()
 
 
 def _other_groups(

@@ -138,6 +138,8 @@ class Decoder:
             x = self._ranks.gather(x, self._config.hidden_size)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
+        for first, rows in inputs.given:
+            x[first : first + len(rows)] = rows.to(x)
         layer_inputs = self._per_layer_inputs(inputs.token_ids, x)
         copies = self._weights.copies
         streams = [] if copies is None or alt_up is None else alt_up.start(x, copies.make)

@@ -36,6 +36,8 @@ class StepInputs:
     logit_rows: torch.Tensor
     top_k: int  # see StepBatch
     adapted: Mapping[str, torch.Tensor]  # digest of an adapter -> the rows that use the adapter
+    # Embeddings in place of those of tokens: the first row, and fp32 [tokens, hidden] on the host.
+    given: list[tuple[int, torch.Tensor]]
     # One item for each sequence whose softmax weights are summed for each KV block.
     shares: list[BlockShares]
 
@@ -57,6 +59,7 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[Pool], *, row_multiple: i
     last_rows = [0] * len(slices)
     adapted: dict[str, list[int]] = defaultdict(list)
     shares: list[BlockShares] = []
+    given: list[tuple[int, torch.Tensor]] = []
     for i in order:
         piece = slices[i]
         of_piece = None
@@ -65,6 +68,7 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[Pool], *, row_multiple: i
             shares.append(of_piece)
         if piece.adapter:
             adapted[piece.adapter] += range(len(token_ids), len(token_ids) + piece.num_tokens)
+        given += [(len(token_ids) + first, rows) for first, rows in piece.given]
         places = range(piece.context_len - piece.num_tokens, piece.context_len)
         for group, table in enumerate(piece.block_tables):
             if group >= len(block_pools):
@@ -112,5 +116,6 @@ def make_step_inputs(batch: StepBatch, pools: Sequence[Pool], *, row_multiple: i
         ),
         top_k=batch.top_k,
         adapted={digest: torch.tensor(rows, device=device) for digest, rows in adapted.items()},
+        given=given,
         shares=shares,
     )

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tandem.engine.cache.checkpoints import checkpoint_spacing
-from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.engine.cache.layout.kv_groups import KvLayout, state_spacing
 from tandem.engine.tiers.storage import SharedStorage
 
 AT_ONCE = 8  # number of blocks that are requested at the same time
@@ -80,7 +79,7 @@ def _search_states(
 ) -> int:
     """Returns the largest depth, at most `depth`, at which the store has the states and all blocks
     that the windows need. Returns 0 if there is none."""
-    step = checkpoint_spacing(layout.block_size) // layout.block_size
+    step = state_spacing(layout.block_size) // layout.block_size
     states = layout.state_groups
     depths = range(depth // step * step, 0, -step)
     for at in range(0, len(depths), AT_ONCE):

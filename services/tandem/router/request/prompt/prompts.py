@@ -48,10 +48,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from tandem.common.block_hash import Chain, hash_blocks
+from tandem.common.prompt_image import PromptImage, image_marks
 from tandem.errors import BadRequest, CompilerBusy, ConfigError, TokenizerLate
 from tandem.models.files import first_line
 from tandem.models.grammars.text import StructuredOutput, refused
+from tandem.models.images import IMAGES_MAX, ImageRules, ReadImage, read_image, with_images
 from tandem.models.tokenizer.check import MEMORY_BYTES
 from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer, check_unicode
 from tandem.router.request.conversation import Conversation
@@ -91,13 +95,29 @@ class PreparedPrompt(NamedTuple):
     block_hashes: list[bytes]  # hashes of the prompt's full blocks; empty if none were requested
     # Number of leading tokens whose KV is to be pinned, if the client requested a pin. 0: all.
     pinned_tokens: int = 0
+    # Number of leading tokens that all prompts with the same system prompt and tools have. 0: the
+    # number is unknown or not wanted.
+    system_tokens: int = 0
+    images: tuple[PromptImage, ...] = ()
 
 
 class PromptPreparer:
     """The threads and processes that prepare prompts. `close` ends them."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, *, num_processes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        *,
+        num_processes: int,
+        finds_system: bool = False,
+        image_rules: ImageRules | str = "this model takes text only",
+    ) -> None:
+        """With `finds_system`, prompts of chats have their `system_tokens`. `image_rules` says how
+        the model processes images, or why it takes none."""
         self._tokenizer = tokenizer
+        self._finds_system = finds_system
+        self._image_rules = image_rules
         self._file = folder / "tokenizer.json"
         self._joined: frozenset[bytes] | None = None
         self._checked: OrderedDict[StructuredOutput, str] = OrderedDict()
@@ -157,14 +177,18 @@ class PromptPreparer:
         """Returns the prompt's token ids and block hashes.
 
         If `chain` is None or the request has a KV budget, no block is hashed. Raises BadRequest if
-        the chat template rejects the chat. Raises ContextTooLong if a very long text cannot fit and
-        must not be truncated.
+        the chat template rejects the chat, or if an image cannot be read. Raises ContextTooLong if
+        a very long text cannot fit and must not be truncated.
         """
         if request.kv_budget is not None:
             chain = None
         tenant = request.tenant
         cost = _cost(request.prompt)
         kept = request.prompt_tokens_max(max_model_len)
+        images = await self._read_images(request)
+        starts = Starts(request.pinned_chat)
+        if self._finds_system and kept is None and isinstance(request.prompt, Conversation):
+            starts = starts._replace(system=request.prompt.beginning)
         text: _Text = (
             RenderedText(request.prompt, add_special_tokens=request.add_special_tokens)
             if isinstance(request.prompt, str)
@@ -172,7 +196,7 @@ class PromptPreparer:
         )
         with _reporting_late_jobs():
             if cost <= INLINE_COST_MAX and not self._threads.num_late:
-                return await self._threads.run(
+                prepared = await self._threads.run(
                     tenant,
                     cost,
                     prepare_prompt,
@@ -180,8 +204,10 @@ class PromptPreparer:
                     text,
                     kept,
                     chain,
-                    request.pinned_chat,
+                    starts,
+                    images,
                 )
+                return with_data(prepared, images)
             processes = self._processes
             if not isinstance(text, tuple):
                 if kept is None and is_counted_first(cost, max_model_len):
@@ -192,10 +218,26 @@ class PromptPreparer:
                         text = ids
                     else:
                         processes = self._uncut
-            found, hashes, pinned_tokens = await processes.run(
-                tenant, cost, _prepare_in_process, text, kept, chain, request.pinned_chat
+            # The processes get the images without their data.
+            shown = images and images._replace(
+                read=tuple(image._replace(data=b"") for image in images.read)
             )
-        return PreparedPrompt(found.tolist(), hashes, pinned_tokens)
+            found, hashes, pinned, system, placed = await processes.run(
+                tenant, cost, _prepare_in_process, text, kept, chain, starts, shown
+            )
+        prepared = PreparedPrompt(found.tolist(), hashes, pinned, system, placed)
+        return with_data(prepared, images)
+
+    async def _read_images(self, request: ClientRequest) -> ReadImages | None:
+        """Reads the images of a chat. Raises BadRequest if the model takes none."""
+        sent = request.prompt.images if isinstance(request.prompt, Conversation) else []
+        if not sent:
+            return None
+        cost = sum(len(image.url) for image in sent)
+        with _reporting_late_jobs():
+            return await self._threads.run(
+                request.tenant, cost, read_images, request, self._image_rules
+            )
 
     async def bad_words(self, request: ClientRequest) -> list[list[int]]:
         """Returns the sequences of token ids that spell the request's bad words."""
@@ -364,37 +406,103 @@ def _cost(prompt: Prompt) -> int:
     return num_characters(prompt) + _MESSAGE_COST * len(prompt.messages)
 
 
+class ReadImages(NamedTuple):
+    """The images of a chat, and how the model processes images."""
+
+    rules: ImageRules
+    read: tuple[ReadImage, ...]
+
+
+def read_images(request: ClientRequest, rules: ImageRules | str) -> ReadImages | None:
+    """Reads the images of a request. Returns None if it has none.
+
+    `rules` says how the model processes images, or why it takes none. Raises BadRequest if it takes
+    none, or if an image is not allowed or cannot be decoded.
+    """
+    sent = request.prompt.images if isinstance(request.prompt, Conversation) else []
+    if not sent:
+        return None
+    if isinstance(rules, str):
+        raise BadRequest(f"the messages have an image, but {rules}", param="messages")
+    if len(sent) > IMAGES_MAX:
+        raise BadRequest(
+            f"the messages have {len(sent)} images; they may have at most {IMAGES_MAX}",
+            param="messages",
+        )
+    if request.sampling.truncate_prompt_tokens is not None:
+        raise BadRequest(
+            "truncate_prompt_tokens cannot be used with images, because it could cut one",
+            param="truncate_prompt_tokens",
+        )
+    return ReadImages(rules, tuple(read_image(image.url, rules) for image in sent))
+
+
+def with_data(prepared: PreparedPrompt, images: ReadImages | None) -> PreparedPrompt:
+    """Adds the data of the images to a prompt that was prepared without them."""
+    if images is None:
+        return prepared
+    pairs = zip(prepared.images, images.read, strict=True)
+    return prepared._replace(
+        images=tuple(msgspec.structs.replace(placed, data=read.data) for placed, read in pairs)
+    )
+
+
+class Starts(NamedTuple):
+    """Chats whose prompts begin as the prompt that is prepared. The numbers of their common tokens
+    are wanted. None: no number is."""
+
+    pinned: Conversation | None = None  # the first messages, if only they are to be pinned
+    system: Conversation | None = None  # `Conversation.beginning`
+
+
 def prepare_prompt(
     tokenizer: Tokenizer,
     text: _Text,
     kept: int | None,
     chain: Chain | None,
-    pinned: Conversation | None,
+    starts: Starts = Starts(),
+    images: ReadImages | None = None,
 ) -> PreparedPrompt:
     """Tokenizes and hashes a prompt.
 
-    `kept` is the number of the prompt's last tokens to keep; None means all. If only the first
-    messages of a chat are to be pinned, `pinned` has these messages.
+    `kept` is the number of the prompt's last tokens to keep; None means all. The result has the
+    images without their data.
     """
     if isinstance(text, tuple):
         token_ids = list(text)
     else:
         rendered = text if isinstance(text, RenderedText) else _render(tokenizer, text)
         token_ids = tokenizer.encode_rendered(rendered)
-    pinned_tokens = 0 if pinned is None else _num_equal(tokenizer, pinned, token_ids)
+    placed: tuple[PromptImage, ...] = ()
+    if images is not None:
+        token_ids, placed = with_images(tokenizer, token_ids, images.read, images.rules)
+    pinned, system = (_num_equal(tokenizer, chat, token_ids, images) for chat in starts)
     if kept is not None:
         token_ids = token_ids[-kept:]
-    hashes = [] if chain is None else hash_blocks(chain.root, token_ids, chain.block_size)
-    return PreparedPrompt(token_ids, hashes, pinned_tokens)
+    hashes: list[bytes] = []
+    if chain is not None:
+        marks = image_marks(placed, chain.block_size)
+        hashes = hash_blocks(chain.root, token_ids, chain.block_size, marks)
+    return PreparedPrompt(token_ids, hashes, pinned, system, placed)
 
 
-def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int]) -> int:
+def _num_equal(
+    tokenizer: Tokenizer,
+    chat: Conversation | None,
+    token_ids: Sequence[int],
+    images: ReadImages | None,
+) -> int:
     """Returns how many leading tokens of the prompt `token_ids` are the tokens of `chat`.
 
-    `chat` has the first messages of the prompt's chat. Returns 0 if the template rejects `chat`.
+    `chat` begins as the prompt's chat. Returns 0 if it is None or if the template rejects it.
     """
+    if chat is None:
+        return 0
     try:
         begins = tokenizer.encode_rendered(_render(tokenizer, chat))
+        if images is not None:
+            own = images.read[: len(chat.images)]
+            begins, _ = with_images(tokenizer, begins, own, images.rules)
     except BadRequest:
         return 0
     pairs = zip(begins, token_ids, strict=False)
@@ -496,12 +604,14 @@ def _prepare_in_process(
     text: _Text,
     kept: int | None,
     chain: Chain | None,
-    pinned: Conversation | None,
-) -> tuple[array[int], list[bytes], int]:
+    starts: Starts,
+    images: ReadImages | None,
+) -> tuple[array[int], list[bytes], int, int, tuple[PromptImage, ...]]:
     """Tokenizes and hashes a prompt in a process.
 
     The token ids are an array, because a list of 100,000 ints is slow to unpickle.
     """
     assert _process_tokenizer is not None
-    prepared = prepare_prompt(_process_tokenizer, text, kept, chain, pinned)
-    return array("I", prepared.token_ids), prepared.block_hashes, prepared.pinned_tokens
+    found = prepare_prompt(_process_tokenizer, text, kept, chain, starts, images)
+    ids = array("I", found.token_ids)
+    return ids, found.block_hashes, found.pinned_tokens, found.system_tokens, found.images

@@ -104,7 +104,7 @@ class Retention(_message.Message):
     def __init__(self, returns: bool = ..., pin_s: _Optional[float] = ..., weight: _Optional[int] = ..., num_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class SequenceInput(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "prompt_logprobs", "grammar", "embed", "adapter", "retention", "kv_budget")
+    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "prompt_logprobs", "grammar", "embed", "adapter", "retention", "kv_budget", "system_tokens", "images")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,8 @@ class SequenceInput(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     RETENTION_FIELD_NUMBER: _ClassVar[int]
     KV_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: Sampling
@@ -129,7 +131,21 @@ class SequenceInput(_message.Message):
     adapter: Adapter
     retention: Retention
     kv_budget: SequenceKvBudget
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[str] = ..., embed: bool = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., kv_budget: _Optional[_Union[SequenceKvBudget, _Mapping]] = ...) -> None: ...
+    system_tokens: int
+    images: _containers.RepeatedCompositeFieldContainer[PromptImage]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[str] = ..., embed: bool = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., kv_budget: _Optional[_Union[SequenceKvBudget, _Mapping]] = ..., system_tokens: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
+
+class PromptImage(_message.Message):
+    __slots__ = ("digest", "data", "starts", "run_length")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    RUN_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    data: bytes
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    run_length: int
+    def __init__(self, digest: _Optional[bytes] = ..., data: _Optional[bytes] = ..., starts: _Optional[_Iterable[int]] = ..., run_length: _Optional[int] = ...) -> None: ...
 
 class SequenceKvBudget(_message.Message):
     __slots__ = ("policy", "tokens", "sinks")
@@ -198,7 +214,7 @@ class DecodeCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[SubmitSequence, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequence, _Mapping]] = ..., return_waiting: _Optional[_Union[ReturnWaiting, _Mapping]] = ...) -> None: ...
 
 class SequenceTimings(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_exposed_ms", "blocks_pulled", "bytes_pulled", "prefill_worker_id", "transport", "blocks_skipped", "transfer_ms", "second_token_ms", "shared_wait_ms", "prefill_queue_ms", "tokens_ahead", "local_prefill_ms", "remote_prefill_ms")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_exposed_ms", "blocks_pulled", "bytes_pulled", "prefill_worker_id", "transport", "blocks_skipped", "transfer_ms", "second_token_ms", "shared_wait_ms", "prefill_queue_ms", "tokens_ahead", "local_prefill_ms", "remote_prefill_ms", "tokens_proposed", "tokens_accepted", "speculation_saved_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_EXPOSED_MS_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +230,9 @@ class SequenceTimings(_message.Message):
     TOKENS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     REMOTE_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_SAVED_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     transfer_exposed_ms: float
@@ -229,7 +248,10 @@ class SequenceTimings(_message.Message):
     tokens_ahead: int
     local_prefill_ms: float
     remote_prefill_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ..., shared_wait_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., tokens_ahead: _Optional[int] = ..., local_prefill_ms: _Optional[float] = ..., remote_prefill_ms: _Optional[float] = ...) -> None: ...
+    tokens_proposed: int
+    tokens_accepted: int
+    speculation_saved_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ..., shared_wait_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., tokens_ahead: _Optional[int] = ..., local_prefill_ms: _Optional[float] = ..., remote_prefill_ms: _Optional[float] = ..., tokens_proposed: _Optional[int] = ..., tokens_accepted: _Optional[int] = ..., speculation_saved_ms: _Optional[float] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("device", "host", "disk", "peer", "store")

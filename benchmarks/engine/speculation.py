@@ -1,0 +1,143 @@
+"""Measures speculative decoding against plain decoding: edits of code and echoes of JSON, whose
+text is in the prompt, and random text.
+
+    python -m benchmarks.engine.speculation [--tokens 128] [--repeats 3] [--batches 1,32]
+
+Both engines run in turn. For each case, the benchmark prints the ratio of their speeds, the tokens
+of each step and sequence, and the relative time of a step. It fails if their tokens differ.
+"""
+
+import json
+import random
+import statistics
+import time
+from functools import partial
+from itertools import count
+
+from benchmarks.shared.engines import drained, first_tokens, make_engine, sequence
+from tandem.common.sampling_params import SamplingParams
+from tandem.engine.engine import Engine
+from tandem.engine.types import SequenceSpec
+from tandem.models.source import resolve
+from tandem.models.tokenizer.tokenizer import Tokenizer
+from tandem_bench.framework import in_turn, options, run_main
+
+
+@options
+class Options:
+    model: str = "smollm2"
+    tokens: int = 128
+    """Tokens of each answer."""
+    repeats: int = 3
+    threads: int = 2
+    batches: str = "1,32"
+    temperatures: str = "0,1"
+    speculative_config: str = "auto"
+
+
+def code_edit(number: int) -> str:
+    """A class, and the same class again from its first line on."""
+    rng = random.Random(number)
+    fields = [f"{rng.choice(('first', 'last', 'next'))}_{rng.randrange(100)}" for _ in range(6)]
+    lines = [f"class Shape{number}:", "    def __init__(self):"]
+    lines += [f"        self.{field} = {rng.randrange(1000)}" for field in fields]
+    for field in fields:
+        lines += ["", f"    def get_{field}(self):", f"        return self.{field}"]
+    code = "\n".join(lines)
+    return f"{code}\n\n# The same class again:\n\n{code[: code.index('    def get')]}"
+
+
+def json_echo(number: int) -> str:
+    """A JSON document, and the same document again from its first records on."""
+    rng = random.Random(number)
+    records = [
+        {"id": rng.randrange(10**6), "name": f"user{rng.randrange(1000)}", "ok": rng.random() < 0.5}
+        for _ in range(12)
+    ]
+    lines = [json.dumps(record) for record in records]
+    return "\n".join([*lines, "", "Copy of the records:", "", *lines[:3], ""])
+
+
+def random_text(number: int) -> str:
+    rng = random.Random(number)
+    words = "river stone quiet amber walks under seven lamps while clouds gather above old towns"
+    return " ".join(rng.sample(words.split(), 10))
+
+
+CASES = {"code edit": code_edit, "json echo": json_echo, "random text": random_text}
+
+
+class Run:
+    """One run of a batch: the tokens, and what they took."""
+
+    def __init__(self, engine: Engine, specs: list[SequenceSpec]) -> None:
+        for spec in specs:
+            engine.add(spec)
+        first_tokens(engine, [spec.sequence_id for spec in specs])
+        started = time.perf_counter()
+        self.tokens: dict[str, list[int]] = {}
+        self.num_steps = 0
+        self.num_sequences = len(specs)
+        for report in drained(engine):
+            self.num_steps += bool(report.num_decode_tokens)
+            for new in report.new_tokens:
+                self.tokens.setdefault(new.sequence_id.partition("/")[0], []).extend(new.token_ids)
+        self.seconds = time.perf_counter() - started
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+
+def main(options: Options = Options()) -> None:
+    """Prints a line for each case, temperature and batch."""
+    batches = [int(batch) for batch in options.batches.split(",")]
+    ways = {"off": "off", "on": options.speculative_config}
+    engines = {
+        way: make_engine(
+            options.model,
+            num_threads=options.threads,
+            num_blocks=4096,
+            itl_target_s=0.0,
+            max_num_seqs=max(batches),
+            speculative_config=setting,
+        )
+        for way, setting in ways.items()
+    }
+    tokenizer = Tokenizer(resolve(options.model).path)
+    turns = count()
+
+    def take_turn(way: str, case: str, temperature: float, batch: int) -> Run:
+        turn = next(turns)
+        specs = [
+            sequence(
+                f"{at}/{turn}",
+                tokenizer.encode(CASES[case](at)),
+                options.tokens,
+                SamplingParams(temperature=temperature, seed=at),
+            )
+            for at in range(batch)
+        ]
+        return Run(engines[way], specs)
+
+    for batch in batches:
+        for temperature in map(float, options.temperatures.split(",")):
+            for case in CASES:
+                calls = {way: partial(take_turn, way, case, temperature, batch) for way in ways}
+                taken = in_turn(calls, options.repeats)
+                pairs = list(zip(taken["off"], taken["on"], strict=True))
+                if any(off.tokens != on.tokens for off, on in pairs):
+                    raise SystemExit(f"{case}: the tokens differ")
+                ratio = statistics.median(off.seconds / on.seconds for off, on in pairs)
+                steps = statistics.median(off.num_steps / on.num_steps for off, on in pairs)
+                print(
+                    f"{case}, batch {batch}, temperature {temperature:g}: "
+                    f"{pairs[-1][0].num_tokens / pairs[-1][0].seconds:.0f} tokens/s without, ratio "
+                    f"{ratio:.2f}; {steps:.2f} tokens per step, relative time of a step "
+                    f"{steps / ratio:.2f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,84 @@
+"""Speculative decoding of one engine: which sequences speculate, and how much.
+
+A step that speculates computes the last token of a sequence and the proposed tokens after it, as
+one small chunk of a prompt, with logits for each token. Then the engine samples the sequence's own
+next token from the first row, with the same random number, mask and penalties as without
+speculation. While the sampled token equals the proposed one, the engine goes on with the next row:
+
+    computed     t9   p1   p2   p3      t9: last known token; p1 to p3: proposed
+    sampled      p1   p2   x            x is the first token that differs
+    result       t9   p1   p2 | x       3 new tokens; the KV of t9, p1 and p2 counts as computed
+
+So the proposals change only the number of steps. The KV of p3 is not counted, hashed or shared. It
+is overwritten when the token in its place is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.common.perf_model.step_time import DraftPrice, StepTimeModel, StepWork
+from tandem.common.speculation import Speculated, Speculation, SpeculationStats
+from tandem.engine.speculation.acceptance import Acceptance
+from tandem.engine.speculation.depth import num_worthwhile
+from tandem.engine.speculation.drafter import Drafter
+from tandem.engine.types import Mode, SequenceSpec
+
+
+class Speculator:
+    def __init__(
+        self, setting: Speculation | None, step_time: StepTimeModel, max_model_len: int
+    ) -> None:
+        """`setting` None: no sequence speculates."""
+        self._setting = setting
+        self._step_time = step_time
+        self._max_model_len = max_model_len
+        self._acceptance = Acceptance()
+        self._price: DraftPrice | None = None  # the price in the step that was planned last
+        self.stats = None if setting is None else SpeculationStats()  # None: none speculates
+
+    def drafter(self, spec: SequenceSpec) -> Drafter | None:
+        """Returns what proposes tokens of a sequence. Returns None if the sequence does not
+        speculate.
+
+        A sequence with a KV budget does not, because a rejected token would change which keys the
+        budget keeps. A sequence that a peer decodes has nothing to propose.
+        """
+        is_plain = spec.kv_budget is None and spec.mode is not Mode.PREFILL_ONLY
+        if self._setting is None or not is_plain:
+            return None
+        return Drafter(self._setting, self._acceptance, spec, self._max_model_len)
+
+    def num_worthwhile(self, gains: Sequence[float], work: StepWork) -> int:
+        """Returns how many proposed tokens are worth their time in a step with `work`. `gains` has
+        their probabilities in descending order."""
+        self._price = price = self._step_time.draft_price(work)
+        if price is None or not price.step_s:
+            return 0
+        count = num_worthwhile(
+            gains,
+            num_sequences=work.decode_tokens,
+            step_s=price.step_s,
+            fixed_s=price.fixed_s,
+            token_s=price.token_s,
+        )
+        if not count:
+            self._step_time.skip_drafts(work)
+        return count
+
+    def count(self, drafter: Drafter, num_accepted: int, num_proposed: int, of_step: int) -> None:
+        """Counts the proposed tokens that a step has verified for one sequence. The step had
+        `of_step` proposed tokens of all sequences."""
+        if self.stats is None:
+            return
+        self.stats.count(num_proposed, num_accepted)
+        saved_s = 0.0
+        if (price := self._price) is not None:
+            # Without proposals, each accepted token would have taken one more step.
+            saved_s = num_accepted * price.step_s - price.fixed_s - of_step * price.token_s
+        before = drafter.result
+        drafter.result = Speculated(
+            before.proposed_tokens + num_proposed,
+            before.accepted_tokens + num_accepted,
+            before.saved_s + saved_s,
+        )

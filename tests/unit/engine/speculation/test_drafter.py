@@ -1,0 +1,78 @@
+"""What a sequence proposes: repeated text, cut where the sequence ends or must stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.common.speculation import Speculation
+from tandem.engine.speculation.acceptance import Acceptance, kind_of
+from tandem.engine.speculation.depth import num_worthwhile
+from tandem.engine.speculation.drafter import Drafter
+from tests.engine_driver import make_spec
+
+TEXT = [*range(20, 40)]
+
+
+def make_drafter(shared: Acceptance | None = None, **more: Any) -> Drafter:
+    setting = Speculation("suffix", tokens_max=6, match_min=3, match_max=24)
+    spec = make_spec("a", TEXT, **{"max_tokens": 100} | more)
+    return Drafter(setting, shared or Acceptance(), spec, 1000)
+
+
+def test_proposes_what_followed() -> None:
+    drafter = make_drafter()
+    assert drafter.propose(TEXT).token_ids == []
+    assert drafter.propose([*TEXT, 25, 26]).token_ids == []
+    proposal = drafter.propose([*TEXT, 25, 26, 27])
+    assert proposal.token_ids == [28, 29, 30, 31, 32, 33]
+    assert proposal.probabilities == sorted(proposal.probabilities, reverse=True)
+
+
+def test_a_text_that_repeats_itself_is_continued() -> None:
+    assert make_drafter().propose([*TEXT, 7, 8, 7, 8, 7, 8]).token_ids == [7, 8] * 3
+
+
+def test_a_proposal_leaves_a_token_to_sample_and_has_no_stop_token() -> None:
+    tokens = [*TEXT, 25, 26, 27]
+    assert make_drafter(max_tokens=6).propose(tokens).token_ids == [28, 29]
+    assert make_drafter(max_tokens=4).propose(tokens).token_ids == []
+    assert make_drafter(stop_token_ids=[30]).propose(tokens).token_ids == [28, 29]
+
+
+def test_acceptance_follows_the_tokens_that_came() -> None:
+    """Also of proposals that no step has verified."""
+    good, bad = make_drafter(), make_drafter()
+    tokens = [*TEXT, 25, 26, 27]
+    before = good.propose(tokens).probabilities[0]
+    good.propose([*tokens, 28, 29])
+    bad.propose(tokens)
+    bad.propose([*tokens, 5, 6])
+    assert bad.propose([*tokens, 5, 6, 25, 26, 27]).probabilities[0] < before
+    assert good.propose([*tokens, 28, 29, 6, 25, 26, 27]).probabilities[0] > before
+
+
+def test_a_new_sequence_starts_from_the_acceptance_of_the_others() -> None:
+    shared = Acceptance()
+    for _ in range(50):
+        shared.observe(kind_of(3), False)
+    assert Acceptance(shared).probability(kind_of(3)) < 0.1
+    assert Acceptance(shared).probability(kind_of(8)) > 0.6
+    own = Acceptance(shared)
+    for _ in range(50):
+        own.observe(kind_of(3), True)
+    assert own.probability(kind_of(3)) > 0.8
+
+
+def test_the_depth_follows_price_and_probability() -> None:
+    def chosen(gains: list[float], num_sequences: int = 1, token_s: float = 0.1) -> int:
+        return num_worthwhile(
+            gains, num_sequences=num_sequences, step_s=1.0, fixed_s=0.05, token_s=token_s
+        )
+
+    assert chosen([0.9, 0.8, 0.7]) == 3
+    assert chosen([0.9, 0.8, 0.7, 0.1]) == 3
+    assert chosen([0.1, 0.01]) == 0
+    assert chosen([0.9, 0.8, 0.7], token_s=1.0) == 0
+    # Thirty sequences in a step: a token is worth less, relative to the step.
+    assert chosen([0.9, 0.8, 0.7], num_sequences=30) == 0
+    assert chosen([]) == 0

@@ -1,0 +1,70 @@
+"""Sequences that speculate get the same tokens, whatever is proposed, and no block leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+
+from tandem.engine.types import SequenceSpec
+from tests.engine_driver import make_engine, make_spec
+from tests.engine_machine import MAX_MODEL_LEN, EngineMachine
+from tests.scripted_drafts import AlwaysSpeculator, speculate
+from tests.toy_runner import VOCABULARY, continuation
+
+
+def toy_oracle(spec: SequenceSpec, token_ids: Sequence[int]) -> list[int]:
+    """The tokens that the toy runner samples, without the sequence's last token."""
+    max_tokens = spec.sampling.max_tokens
+    assert max_tokens is not None
+    left = min(MAX_MODEL_LEN, spec.num_prompt_tokens + max_tokens) - len(token_ids)
+    stops = spec.sampling.stop_token_ids or ()
+    return continuation(list(token_ids), left, stops)[:-1]
+
+
+class Machine(EngineMachine):
+    """All calls in any order, while sequences speculate."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(2, 20),
+        max_num_seqs=st.integers(1, 4),
+        max_tokens_per_step=st.integers(1, 24),
+        launches_ahead=st.booleans(),
+        seed=st.integers(0, 1 << 16),
+        wrong=st.sampled_from([0.0, 0.2, 0.7]),
+    )
+    def start(self, *, seed: int, wrong: float, **more: Any) -> None:
+        super().start(**more)
+        speculator = AlwaysSpeculator(toy_oracle, VOCABULARY, wrong=wrong, seed=seed)
+        speculate(self.engine, speculator)
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMachine = pytest.mark.timeout(300)(Machine.TestCase)
+
+
+def test_proposals_cause_no_preemption_and_hold_no_block_between_steps() -> None:
+    """A pool that has room for the answers, but not for proposals beside them."""
+    specs = [make_spec(str(at), [at] * 3, max_tokens=9, cache_salt=b"%d" % at) for at in range(3)]
+
+    def oracle(spec: SequenceSpec, token_ids: Sequence[int]) -> list[int]:
+        left = spec.num_prompt_tokens + 9 - len(token_ids)
+        return continuation(list(token_ids), left)[:-1]
+
+    engine, _ = make_engine(num_blocks=9, block_size=4)
+    speculator = AlwaysSpeculator(oracle, VOCABULARY, wrong=0.5)
+    speculate(engine, speculator)
+    for spec in specs:
+        engine.add(spec)
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+        for sequence in engine._sequences.values():
+            assert len(sequence.block_table) <= -(-sequence.num_tokens // 4)
+            assert not sequence.num_preemptions
+    assert speculator.stats.num_accepted_tokens > 3
