@@ -106,8 +106,9 @@ class PackedStatePool:
                 parts[..., : 2 * keys * values + num_conv], [2 * keys * values, num_conv], -1
             )
             matrix = matrix.view(torch.bfloat16)
-        self._matrices = matrix.unflatten(-1, (keys, values))
-        self._convs = conv.view(torch.bfloat16).unflatten(-1, (taps, channels))
+        self._matrices = matrix.view(*matrix.shape[:-1], keys, values)
+        conv = conv.view(torch.bfloat16)
+        self._convs = conv.view(*conv.shape[:-1], taps, channels)
 
     def load(self, slot: int, pool: StatePool, target: int) -> None:
         """Copies the states of `slot` to the slot `target` of `pool`."""

@@ -85,7 +85,7 @@ PENALTIES = replace(
 BANS = replace(
     DRAWN, logit_bias=dict.fromkeys((20, 21, 22), 8.0), bad_words_token_ids=[[20, 21]], min_tokens=9
 )
-WORDS = grammar_text(StructuredOutput("x", "regex", r'("weather": (1|22|"x+"), ){3}[a-f ]{20}'))
+WORDS = grammar_text(StructuredOutput("x", "regex", r'("weather": (1|22|"x+"), ){3}[a-f ]{300}'))
 
 
 @pytest.fixture(scope="module")

@@ -699,8 +699,9 @@ def _spans(
         first = group.first_seen(resume)
         least = group.decode_blocks
         kept = min(group.kept_blocks, first)
-        has_all = least is None or has_rest
-        end = num_blocks if has_all else min(num_blocks, first + least - kept)
+        end = num_blocks
+        if least is not None and not has_rest:
+            end = min(num_blocks, first + least - kept)
         spans.append((kept, first, end))
     return spans
 
