@@ -195,6 +195,8 @@ class ModelRunner:
         self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
+        if config.numerics == "fast":  # whichever kernels compute: workers may mix them
+            self.numerics_name = f"fast-{BITS_VERSION}"
         self.tokens_per_step = default_step_tokens(self.device)
         self.why_no_budgets = ""
         if is_library:
@@ -331,11 +333,11 @@ class ModelRunner:
                     model, weights, num_threads=config.num_threads, int8=int8, memory=memory
                 )
                 self.kernels_name = f"native ({native.instructions or 'plain'})"
-                self.numerics_name += f"-{BITS_VERSION}"
                 # With invariant numerics, the bits still depend on the instruction set.
                 if config.numerics == "invariant":
                     name = native.instructions or ""
-                    self.numerics_name += f"-{_FP32_AS.get(name, name)}"
+                    name = _FP32_AS.get(name, name)
+                    self.numerics_name = f"invariant-{BITS_VERSION}-{name}"
                 widens = dtype_name == "bfloat16" and not native.multiplies_bf16
                 if widens and has_bfloat16(self.device) and not int8 and not keeps and not memory:
                     self._large = TorchSteps(model, weights, config.numerics)
