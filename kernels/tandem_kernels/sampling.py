@@ -15,8 +15,10 @@ original logits. Each row is computed separately in numpy on the host, so the re
 on other rows or on the number of threads.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,8 @@ import torch
 from tandem_kernels.edits import Edit, edited_logits, most_likely_after
 from tandem_kernels.philox import uniform
 
+# Stands for a token that cannot be sampled, because a logit of the row is NaN or infinity.
+NO_TOKEN = -1
 _HEAD_TOKENS = 256  # number of tokens that are sorted at first; more are sorted if necessary
 _HEAD_GROWTH = 16
 
@@ -49,26 +53,30 @@ class Draw:
 def sample(
     logits: torch.Tensor, draws: Sequence[Draw], most_likely: list[int] | None = None
 ) -> list[int]:
-    """Samples a token id for each row of fp32 logits [n, vocab] on any device.
+    """Samples a token id for each row of fp32 logits [n, vocab] on any device. The result has
+    NO_TOKEN for a row whose largest logit is NaN or infinite; a NaN counts as the largest.
 
     `most_likely` has the most likely token of each row, with the lowest id if several are equally
     likely. If it is None, this function finds these tokens.
     """
+    on_host = logits.device.type == "cpu"
+    # numpy's argmax is vectorized; torch's takes twelve times as long.
+    on_device: Any = logits.numpy() if on_host else logits
     if most_likely is None:
-        # numpy's argmax is vectorized; torch's takes twelve times as long.
-        if logits.device.type == "cpu":
-            most_likely = logits.numpy().argmax(-1).tolist()
-        else:
-            most_likely = logits.argmax(dim=-1).tolist()
+        most_likely = on_device.argmax(-1).tolist()
     assert len(most_likely) == len(draws)
-    tokens = list(most_likely)
+    largest = on_device[list(range(len(draws))), most_likely].tolist()
+    tokens = [
+        token if math.isfinite(logit) else NO_TOKEN
+        for token, logit in zip(most_likely, largest, strict=True)
+    ]
     sampled = [
         i
         for i, (draw, token) in enumerate(zip(draws, tokens, strict=True))
-        if draw.temperature > 0 or (draw.edit is not None and not draw.edit.keeps(token))
+        if token != NO_TOKEN
+        and (draw.temperature > 0 or (draw.edit is not None and not draw.edit.keeps(token)))
     ]
     if sampled:
-        on_host = logits.device.type == "cpu"
         rows = (logits if on_host else logits[sampled].cpu()).numpy()
         for place, i in enumerate(sampled):
             tokens[i] = _sample_row(rows[i if on_host else place], draws[i], tokens[i])
@@ -88,7 +96,7 @@ def _sample_row(logits: Floats, draw: Draw, most_likely: int) -> int:
 
 def _draw(logits: Floats, draw: Draw) -> int:
     most = logits.max()
-    if not np.isfinite(most):  # With NaN or infinities there is no distribution to sample from.
+    if not np.isfinite(most):  # An edit has set all logits to -infinity, or one to infinity.
         return int(logits.argmax())
     # The most likely token has weight 1. With a tiny temperature, the exponents of other tokens
     # overflow to -infinity, which gives weight 0.

@@ -8,6 +8,12 @@
 // If a row attends to no key of a tile, the tile changes no bit of the row's sums. So the result of
 // a row does not depend on the other rows of the item, on chunk boundaries or on the block size.
 //
+// Keys are also divided into pieces of kPieceKeys, which begin at multiples of this number. A row has
+// sums of its own for each piece, and the sums of its pieces are added in the order of the pieces.
+// So its bits do not depend on whether one thread computes all of its pieces, one after the other, or
+// several threads compute one each. The second is done if a step has so few items, or such long ones,
+// that threads would wait for each other (forward.h).
+//
 // With a window, tiles before the window of the item's first row are skipped. With a KV budget
 // (docs/kv_budgets.md), a row attends to the first and the last keys of its context, and the tiles
 // between them are skipped.
@@ -20,10 +26,16 @@
 
 namespace tandem::TANDEM_ISA {
 
+constexpr int kPieceKeys = 512;  // keys in a piece, a multiple of all sizes of tiles
 constexpr int kKeys = 64;        // keys in a tile
 constexpr int kKeysMax = 128;    // largest number of keys in a tile; attention_dot.h has 128
-constexpr int kRowsMax = 48;     // largest number of rows in an item
+constexpr int kRowsMax = 96;     // largest number of rows in an item
 constexpr int kPanels = kKeys / kPanel;
+
+// The numbers of a row are followed by some unused ones. Otherwise the numbers that a product takes
+// from several rows at a time would be in one bank of the L1 cache, and be read one by one.
+constexpr int kGap = 4;
+constexpr int kScoreRow = kKeys + kGap;  // size of a row of scores
 
 // The words in which keys are transposed: 4 bytes with one fp32 number or two adjacent bf16 ones.
 template <class T>
@@ -113,15 +125,16 @@ inline __attribute__((always_inline)) void add_products(Floats (&sums)[NP][kVect
     }
 }
 
-// Computes scores[m][NP panels] = q[m][dim] . keys[dim][64] for MR rows.
+// Computes scores[m][NP panels] = q[m][dim] . keys[dim][64] for MR rows. Rows of q are `stride`
+// numbers apart.
 template <class T, int MR, int NP>
-inline void score(const float* q, const uint32_t* keys, int dim, float* scores) {
+inline void score(const float* q, size_t stride, const uint32_t* keys, int dim, float* scores) {
     Floats sums[NP][kVectors][MR] = {};
     for (int word = 0; word < dim / kOfWord<T>; ++word, keys += kKeys)
 #pragma GCC unroll 2
         for (int i = 0; i < kOfWord<T>; ++i)
             add_products<MR, NP>(
-                sums, [&](int m) { return q[m * dim + word * kOfWord<T> + i]; },
+                sums, [&](int m) { return q[m * stride + word * kOfWord<T> + i]; },
                 [&](int p, int v) {
                     return number_of(keys + p * kPanel + v * kLanes, i, T{});
                 });
@@ -131,15 +144,16 @@ inline void score(const float* q, const uint32_t* keys, int dim, float* scores) 
         for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 16
             for (int m = 0; m < MR; ++m)
-                store(scores + m * kKeys + p * kPanel + v * kLanes, sums[p][v][m]);
+                store(scores + m * kScoreRow + p * kPanel + v * kLanes, sums[p][v][m]);
 }
 
 template <class T, int MR>
-inline void score_rows(const float* q, const uint32_t* keys, int dim, int num_keys, float* scores) {
+inline void score_rows(const float* q, size_t stride, const uint32_t* keys, int dim, int num_keys,
+                       float* scores) {
     // NP must divide the number of panels in a tile, which 3 does not.
     constexpr int most = panels_at_once(MR), NP = most == 3 ? 2 : most;
     for (int key = 0; key < num_keys; key += NP * kPanel)
-        score<T, MR, NP>(q, keys + key, dim, scores + key);
+        score<T, MR, NP>(q, stride, keys + key, dim, scores + key);
 }
 
 // A tile of keys and values.
@@ -187,7 +201,7 @@ inline void gather(const float* weights, ValueOf value_of, int num_keys, int dim
     for (int key = 0; key < num_keys; ++key) {
         const auto* value = value_of(key, first);
         add_products<MR, NP>(
-            sums, [&](int m) { return weights[m * kKeys + key]; },
+            sums, [&](int m) { return weights[m * kScoreRow + key]; },
             [&](int p, int v) { return lanes_again(value + p * kPanel, v); });
     }
 #pragma GCC unroll 8
@@ -252,14 +266,27 @@ inline void cap_scores(float* scores, int num_keys, float cap) {
     }
 }
 
-// Replaces a row's scores for a tile of `num_keys` keys by softmax weights relative to the highest
-// score so far. The row attends to the keys in `seen`. Returns the factor by which the row's
-// earlier sums must be multiplied, because the highest score may have changed.
-inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float& mass) {
-    if (!seen.any(num_keys)) {
-        std::memset(scores, 0, num_keys * sizeof(float));
-        return 1.0f;
+constexpr float kLog2E = 1.44269504088896341f;
+
+// The running softmax of a row over some keys. The weight of a key is 2^(score * log2 e - base).
+struct RowSums {
+    float mass[kPanel] = {};  // partial sums of the weights, added up at the end
+    float base = -INFINITY;
+
+    // Returns whether the row attends to none of the keys.
+    bool is_empty() const { return base == -INFINITY && mass[0] == 0.0f; }
+
+    float total() const {
+        Floats parts[kVectors];
+        for (int v = 0; v < kVectors; ++v) parts[v] = load(mass + v * kLanes);
+        return sum(parts);
     }
+};
+
+// Raises the base of a row's sums to its highest score of a tile of `num_keys` keys. The row attends
+// to the keys in `seen`. Returns the factor by which the row's earlier sums must be multiplied.
+inline float raise_base(float* scores, Seen seen, int num_keys, RowSums& sums) {
+    if (!seen.any(num_keys)) return 1.0f;
     seen.before(num_keys, [&](int key, int end) {
         for (; key < end; ++key) scores[key] = -INFINITY;
     });
@@ -268,43 +295,56 @@ inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float
     for (int v = 0; v < kVectors; ++v) high[v] = load(scores + v * kLanes);
     for (int at = kPanel; at < num_keys; at += kPanel)
         for (int v = 0; v < kVectors; ++v) high[v] = max(high[v], load(scores + at + v * kLanes));
-    const float before = highest, in_tile = largest(high);
-    highest = before > in_tile ? before : in_tile;
-    Floats total[kVectors] = {};
+    const float before = sums.base, in_tile = largest(high) * kLog2E;
+    if (!(in_tile > before)) return 1.0f;
+    sums.base = in_tile;
+    return exp2(all(before - in_tile))[0];
+}
+
+// Replaces a row's scores by softmax weights, after raise_base(), which has returned `factor`.
+inline void weigh(float* scores, Seen seen, int num_keys, float factor, RowSums& sums) {
+    if (!seen.any(num_keys)) {
+        std::memset(scores, 0, num_keys * sizeof(float));
+        return;
+    }
+    const float base = sums.base;
+    Floats total[kVectors];
+    for (int v = 0; v < kVectors; ++v) total[v] = load(sums.mass + v * kLanes) * factor;
     for (int at = 0; at < num_keys; at += kPanel)
         for (int v = 0; v < kVectors; ++v) {
-            const Floats weight = exp(load(scores + at + v * kLanes) - highest);
+            const Floats weight = exp2(load(scores + at + v * kLanes) * kLog2E - base);
             store(scores + at + v * kLanes, weight);
             total[v] += weight;
         }
-    const float factor = before == -INFINITY ? 0.0f : exp(all(before - highest))[0];
-    mass = mass * factor + sum(total);
-    return factor;
+    for (int v = 0; v < kVectors; ++v) store(sums.mass + v * kLanes, total[v]);
 }
 
-// Returns the softmax weight of a head's attention sink, relative to the highest score of the keys.
-inline float mass_of_sink(const Layer& layer, int head, float highest) {
-    return layer.sinks == nullptr ? 0.0f : std::exp(layer.sinks[head] - highest);
+// Returns the softmax weight of a head's attention sink, relative to the base of the row's sums.
+inline float mass_of_sink(const Layer& layer, int head, float base) {
+    return layer.sinks == nullptr ? 0.0f : std::exp2(layer.sinks[head] * kLog2E - base);
 }
 
 template <class T, int MR>
 void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* seen, float* scores,
-                 float* highest, float* mass, float* out, const BlockShares* shares) {
+                 RowSums* sums, float* out, const BlockShares* shares) {
     if constexpr (MR > 0) {
         if (num_rows != MR)
-            return attend_rows<T, MR - 1>(num_rows, q, tile, seen, scores, highest, mass, out,
-                                          shares);
+            return attend_rows<T, MR - 1>(num_rows, q, tile, seen, scores, sums, out, shares);
         const int most = seen[MR - 1].end < kKeys ? seen[MR - 1].end : kKeys;
         const int num_keys = (most + kPanel - 1) / kPanel * kPanel;
-        score_rows<T, MR>(q, tile.keys, tile.dim, num_keys, scores);
+        score_rows<T, MR>(q, tile.dim + kGap, tile.keys, tile.dim, num_keys, scores);
         float factors[MR];
-        for (int m = 0; m < MR; ++m) cap_scores(scores + m * kKeys, num_keys, tile.cap);
+        for (int m = 0; m < MR; ++m) cap_scores(scores + m * kScoreRow, num_keys, tile.cap);
+        // All bases are raised first, because a row's weights wait for its highest score.
         for (int m = 0; m < MR; ++m)
-            factors[m] = weigh(scores + m * kKeys, seen[m], num_keys, highest[m], mass[m]);
+            factors[m] = raise_base(scores + m * kScoreRow, seen[m], num_keys, sums[m]);
+        for (int m = 0; m < MR; ++m)
+            weigh(scores + m * kScoreRow, seen[m], num_keys, factors[m], sums[m]);
         for (int m = 0; shares != nullptr && m < MR; ++m) {
             shares[m].scale(factors[m], tile.first);
             for (int key = 0; key < num_keys; key += kPanel)
-                shares[m].add(scores + m * kKeys + key, tile.first + key, tile.first + seen[m].end);
+                shares[m].add(scores + m * kScoreRow + key, tile.first + key,
+                              tile.first + seen[m].end);
         }
         if (tile.widened != nullptr)
             gather_rows<MR>(
@@ -337,12 +377,99 @@ struct KeyChoice {
     }
 };
 
+// What a work item computes: the output of its rows; the sums of its rows for one piece; or the
+// output from the sums that other items have computed for all pieces.
+enum class Task { kAll, kPiece, kMerge };
+
 struct Item {
     // Rows of the span. Row r is query r / group and head r % group.
     int span, kv_head, first_row, num_rows;
     int window;                              // window of the layer (decoder.h)
     int group;                               // number of heads that share a KV head
     KeyChoice choice;                        // if keys are chosen, all rows have the same query
+    Task task = Task::kAll;
+    int piece = 0;       // kPiece: the number of the piece
+    int num_pieces = 0;  // kMerge: how many pieces there are sums of
+    // kPiece and kMerge: the sums of the piece, or of all these pieces. A row has `row_floats`
+    // numbers: its output, and then its RowSums.
+    float* sums = nullptr;
+    size_t row_floats = 0;
+
+    // Returns the keys that the item may read: all, or those of its piece.
+    int begin() const { return task == Task::kPiece ? piece * kPieceKeys : 0; }
+    int end(int num_keys) const {
+        return task == Task::kPiece ? std::min(num_keys, begin() + kPieceKeys) : num_keys;
+    }
+};
+
+constexpr size_t kSumsFloats = (sizeof(RowSums) / sizeof(float) + kPanel - 1) / kPanel * kPanel;
+
+// The sums of an item's rows: `out` [rows][dim] and `rows` [rows].
+struct ItemSums {
+    float* out;
+    size_t dim;
+    RowSums* rows;
+
+    void clear(int num_rows) const {
+        std::memset(out, 0, num_rows * dim * sizeof(float));
+        std::fill(rows, rows + num_rows, RowSums{});
+    }
+
+    // Adds the sums of the next piece to those of row `i`. Returns the factors on both; one is 1.
+    std::pair<float, float> add(int i, const float* out_of_piece, const RowSums& piece) const {
+        RowSums& row = rows[i];
+        float* const to = out + i * dim;
+        if (piece.is_empty()) return {1.0f, 1.0f};
+        if (row.is_empty()) {
+            std::memcpy(to, out_of_piece, dim * sizeof(float));
+            row = piece;
+            return {1.0f, 1.0f};
+        }
+        const bool is_higher = piece.base > row.base;
+        const float apart = is_higher ? row.base - piece.base : piece.base - row.base;
+        const float factor = exp2(all(apart))[0];
+        // Only the sum with the lower base has a factor, so there is one way to fuse the operations.
+        const auto add_all = [factor](const float* lower, const float* higher, float* to, size_t num) {
+            for (size_t at = 0; at < num; at += kLanes)
+                store(to + at, load(lower + at) * factor + load(higher + at));
+        };
+        const auto add_both = [&](const float* of_piece, float* of_row, size_t num) {
+            if (is_higher)
+                add_all(of_row, of_piece, of_row, num);
+            else
+                add_all(of_piece, of_row, of_row, num);
+        };
+        add_both(out_of_piece, to, dim);
+        add_both(piece.mass, row.mass, kPanel);
+        if (!is_higher) return {1.0f, factor};
+        row.base = piece.base;
+        return {factor, 1.0f};
+    }
+
+    // Adds a piece to the sums of all rows. The item's keys from position `end` on are not in it.
+    void add(const ItemSums& piece, int num_rows, BlockShares* shares, int end) const {
+        for (int i = 0; i < num_rows; ++i) {
+            const auto [before, of_piece] = add(i, piece.out + i * dim, piece.rows[i]);
+            if (shares != nullptr) shares[i].end_piece(before, of_piece, end);
+        }
+    }
+
+    // Stores the sums for a later item with Task::kMerge.
+    void keep(const Item& item) const {
+        for (int i = 0; i < item.num_rows; ++i) {
+            float* const to = item.sums + i * item.row_floats;
+            std::memcpy(to, out + i * dim, dim * sizeof(float));
+            *reinterpret_cast<RowSums*>(to + dim) = rows[i];
+        }
+    }
+
+    // Adds up the sums that the items of all pieces have stored.
+    void merge(const Item& item) const {
+        const float* from = item.sums;
+        for (int piece = 0; piece < item.num_pieces; ++piece)
+            for (int i = 0; i < item.num_rows; ++i, from += item.row_floats)
+                add(i, from, *reinterpret_cast<const RowSums*>(from + dim));
+    }
 };
 
 // Returns the keys to which a query of an item attends.
@@ -361,8 +488,9 @@ inline Seen keys_of(const Span& span, const Item& item) {
 
 inline size_t attention_floats(int dim) {
     const size_t unpacked = 2 * static_cast<size_t>(kKeys) * dim / sizeof(float);
-    return unpacked + 3 * static_cast<size_t>(kKeys) * dim + 2 * static_cast<size_t>(kRowsMax) * dim +
-           kRowsMax * (kKeys + 2) + dim;
+    return unpacked + 3 * static_cast<size_t>(kKeys) * dim +
+           static_cast<size_t>(kRowsMax) * (3 * dim + kGap + 2 * kSumsFloats) +
+           kTileRows * kScoreRow + dim;
 }
 
 // The keys and values of one KV head and one sequence.
@@ -376,9 +504,9 @@ struct HeadKv {
     bool has_values;
     KeyChannels channels;
     KeyChoice choice;
-    // Keys 0 to `start` - 1 and keys `first_key` to `num_keys` - 1 are read. If keys are chosen,
-    // these are numbers of chosen keys, otherwise positions.
-    int start, first_key, num_keys;
+    // Keys `begin` to `start` - 1 and keys `first_key` to `num_keys` - 1 are read. If keys are
+    // chosen, these are numbers of chosen keys, otherwise positions.
+    int begin, start, first_key, num_keys;
 
     HeadKv(const Step& step, const Layer& layer, const Item& item)
         : HeadKv(step, layer, step.group_of(layer), item) {}
@@ -395,9 +523,10 @@ struct HeadKv {
           has_values(layer.latent == nullptr),
           channels(key_channels(group, layer, item.kv_head)),
           choice(item.choice),
+          begin(item.begin()),
           start(keys_of(step.spans[item.span], item).start),
           first_key(keys_of(step.spans[item.span], item).first),
-          num_keys(keys_of(step.spans[item.span], item).end) {}
+          num_keys(item.end(keys_of(step.spans[item.span], item).end)) {}
 
     // Returns the distance from the keys of a block to the values, in elements. With latent
     // attention it is 0, because values are a part of the keys.
@@ -417,8 +546,13 @@ struct HeadKv {
     int next_key(int key) const { return key < start || key >= first_key ? key : first_key; }
 
     // Returns the first tile that has keys to read.
-    int first_tile(int most) const { return next_key(0) / most * most; }
+    int first_tile(int most) const { return next_key(begin) / most * most; }
     int tile_after(int tile, int most) const { return next_key(tile + most) / most * most; }
+
+    // Returns whether a tile is the last one of its piece, if the tile `after` is read next.
+    bool ends_piece(int tile, int after) const {
+        return after >= num_keys || after / kPieceKeys != tile / kPieceKeys;
+    }
 
     const T* part(int key) const {
         return reinterpret_cast<const T*>(first + table[key / block_size] * block_bytes);
@@ -605,74 +739,92 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     uint32_t* keys = reinterpret_cast<uint32_t*>(buffer);
     float* values = buffer + static_cast<size_t>(kKeys) * dim;
     float* q = values + static_cast<size_t>(kKeys) * dim;
-    float* out = q + static_cast<size_t>(kRowsMax) * dim;
-    float* scores = out + static_cast<size_t>(kRowsMax) * dim;
-    float* highest = scores + kRowsMax * kKeys;
-    float* mass = highest + kRowsMax;
-    float* nothing = mass + kRowsMax;  // zeros, read in place of a key and a value
+    float* scores = q + static_cast<size_t>(kRowsMax) * (dim + kGap);
+    float* outs[2] = {scores + kTileRows * kScoreRow};
+    outs[1] = outs[0] + static_cast<size_t>(kRowsMax) * dim;
+    float* row_sums = outs[1] + static_cast<size_t>(kRowsMax) * dim;
+    // zeros, read in place of a key and a value
+    float* nothing = row_sums + 2 * kRowsMax * kSumsFloats;
     float* wide = nothing + dim;  // keys converted to fp32, or dequantized latents
-    std::memset(nothing, 0, dim * sizeof(float));
-    const HeadKv<Kept> kv(step, of_layer, item);
-    Seen sees[kRowsMax];
-    for (int i = 0; i < item.num_rows; ++i) {
-        const int query = (item.first_row + i) / group, head = (item.first_row + i) % group;
-        const float* from = queries + (span.first_row + query) * stride +
-                            static_cast<size_t>(item.kv_head * group + head) * dim;
-        kv.put_query(from, q + i * dim);
-        sees[i] = keys_seen(span, query, item);
-        if (has_shares) shares[i] = sums.shares(item.span, query, item.kv_head * group + head);
-        highest[i] = -INFINITY;
-        mass[i] = 0.0f;
-    }
-    std::memset(out, 0, static_cast<size_t>(item.num_rows) * dim * sizeof(float));
-    const HeadKv<Kept> next_kv(step, of_layer, next);
-    RowOf<Kept>* const unpacked = reinterpret_cast<RowOf<Kept>*>(
-        kIsLatent<Kept> ? wide : wide + static_cast<size_t>(kKeys) * dim);
-    TilesOf<RowOf<Kept>, Kept, kKeys> tiles(kv, next_kv, nothing, unpacked);
-    [[maybe_unused]] const T* widened[kKeys];
-    if constexpr (!std::is_same_v<T, RowOf<Kept>>)
-        for (int key = 0; key < kKeys; ++key) widened[key] = wide + static_cast<size_t>(key) * dim;
-    for (int first = kv.first_tile(kKeys); first < kv.num_keys;
-         first = kv.tile_after(first, kKeys)) {
-        tiles.go_to(first);
-        const int num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
-        const int num_turned = (num + kPanel - 1) / kPanel * kPanel;
-        Tile<T> tile{keys, nullptr, nullptr, nullptr, tiles.run(), dim, model.attention_cap,
-                     first};
-        if constexpr (std::is_same_v<T, RowOf<Kept>>) {
-            transpose(tiles.rows(), tiles.run(), num_turned, dim, keys);
-            tile.rows = tiles.rows();
-            tile.ahead = tiles.ahead();
-            if (item.num_rows > kTileRows) {
-                widen_values(tile, num, values);
+    const ItemSums total{outs[0], static_cast<size_t>(dim), reinterpret_cast<RowSums*>(row_sums)};
+    const ItemSums piece{outs[1], total.dim, total.rows + kRowsMax};
+    total.clear(item.num_rows);
+    if (item.task == Task::kMerge) {
+        total.merge(item);
+    } else {
+        std::memset(nothing, 0, dim * sizeof(float));
+        const HeadKv<Kept> kv(step, of_layer, item), next_kv(step, of_layer, next);
+        Seen sees[kRowsMax];
+        for (int i = 0; i < item.num_rows; ++i) {
+            const int query = (item.first_row + i) / group, head = (item.first_row + i) % group;
+            const float* from = queries + (span.first_row + query) * stride +
+                                static_cast<size_t>(item.kv_head * group + head) * dim;
+            kv.put_query(from, q + i * (dim + kGap));
+            sees[i] = keys_seen(span, query, item);
+            if (has_shares) shares[i] = sums.shares(item.span, query, item.kv_head * group + head);
+        }
+        RowOf<Kept>* const unpacked = reinterpret_cast<RowOf<Kept>*>(
+            kIsLatent<Kept> ? wide : wide + static_cast<size_t>(kKeys) * dim);
+        TilesOf<RowOf<Kept>, Kept, kKeys> tiles(kv, next_kv, nothing, unpacked);
+        [[maybe_unused]] const T* widened[kKeys];
+        if constexpr (!std::is_same_v<T, RowOf<Kept>>)
+            for (int key = 0; key < kKeys; ++key)
+                widened[key] = wide + static_cast<size_t>(key) * dim;
+        bool begins = true;
+        for (int first = kv.first_tile(kKeys), after; first < kv.num_keys; first = after) {
+            after = kv.tile_after(first, kKeys);
+            if (begins) {
+                piece.clear(item.num_rows);
+                for (int i = 0; has_shares && i < item.num_rows; ++i)
+                    shares[i].begin_piece(first / kPieceKeys * kPieceKeys);
+            }
+            begins = kv.ends_piece(first, after);
+            tiles.go_to(first);
+            const int num = kv.num_keys - first < kKeys ? kv.num_keys - first : kKeys;
+            const int num_turned = (num + kPanel - 1) / kPanel * kPanel;
+            Tile<T> tile{keys, nullptr, nullptr, nullptr, tiles.run(), dim, model.attention_cap,
+                         first};
+            if constexpr (std::is_same_v<T, RowOf<Kept>>) {
+                transpose(tiles.rows(), tiles.run(), num_turned, dim, keys);
+                tile.rows = tiles.rows();
+                tile.ahead = tiles.ahead();
+                if (item.num_rows > kTileRows) {
+                    widen_values(tile, num, values);
+                    tile.widened = values;
+                }
+            } else {
+                widen_tile(kv, first, tiles.rows(), tiles.run(), tiles.ahead(), wide, values);
+                transpose(widened, 0, num_turned, dim, keys);
                 tile.widened = values;
             }
-        } else {
-            widen_tile(kv, first, tiles.rows(), tiles.run(), tiles.ahead(), wide, values);
-            transpose(widened, 0, num_turned, dim, keys);
-            tile.widened = values;
-        }
-        for (int row = 0; row < item.num_rows; row += kTileRows) {
-            const int num_rows = item.num_rows - row < kTileRows ? item.num_rows - row : kTileRows;
-            const Seen &one = sees[row], &last = sees[row + num_rows - 1];
-            if (last.end <= first || (one.first >= first + kKeys && last.start <= first)) continue;
-            Seen seen[kTileRows];
-            for (int i = 0; i < num_rows; ++i) seen[i] = sees[row + i].in(first);
-            attend_rows<T, kTileRows>(num_rows, q + row * dim, tile, seen, scores, highest + row,
-                                      mass + row, out + row * dim,
-                                      has_shares ? shares + row : nullptr);
+            for (int row = 0; row < item.num_rows; row += kTileRows) {
+                const int num_rows =
+                    item.num_rows - row < kTileRows ? item.num_rows - row : kTileRows;
+                const Seen &one = sees[row], &last = sees[row + num_rows - 1];
+                if (last.end <= first || (one.first >= first + kKeys && last.start <= first))
+                    continue;
+                Seen seen[kTileRows];
+                for (int i = 0; i < num_rows; ++i) seen[i] = sees[row + i].in(first);
+                attend_rows<T, kTileRows>(num_rows, q + row * (dim + kGap), tile, seen, scores,
+                                          piece.rows + row, piece.out + row * dim,
+                                          has_shares ? shares + row : nullptr);
+            }
+            if (begins)
+                total.add(piece, item.num_rows, has_shares ? shares : nullptr, first + num);
         }
     }
+    if (item.task == Task::kPiece) return total.keep(item);
     for (int i = 0; i < item.num_rows; ++i) {
         const int query = (item.first_row + i) / group, head = (item.first_row + i) % group;
         const InputRow to = attended.row(span.first_row + query);
         const int of_item = item.kv_head * group + head, column = of_item * value_dim;
-        const float scale = 1.0f / (mass[i] + mass_of_sink(of_layer, of_item, highest[i]));
-        if (has_shares) shares[i].scale(scale, kv.num_keys);
+        const RowSums& of_row = total.rows[i];
+        const float scale = 1.0f / (of_row.total() + mass_of_sink(of_layer, of_item, of_row.base));
+        if (has_shares) shares[i].scale(scale, span.context_len);
         float ordered[kPanel];
         for (int d = 0; d < value_dim; d += kPanel) {
             for (int lane = 0; lane < kPanel; ++lane)
-                ordered[in_head(d + lane, T{}) - d] = out[i * dim + d + lane] * scale;
+                ordered[in_head(d + lane, T{}) - d] = total.out[i * dim + d + lane] * scale;
             for (int v = 0; v < kPanel; v += kLanes) to.put(column + d + v, load(ordered + v));
         }
     }

@@ -360,20 +360,14 @@ inline Floats rough_exp2(Floats x) {
     return _mm512_scalef_ps(p, x);
 }
 
-// The running softmax of a row. A weight is 2^(score * log2 e - base). The base is raised only when
-// a score exceeds it by more than kSlack, so sums are rarely rescaled.
-struct Sums {
-    float mass[kPanel];  // partial sums, added up at the end
-    float base;
-};
-
+// The base of a row's sums is raised only when a score exceeds it by more than kSlack, so sums are
+// rarely rescaled.
 constexpr float kSlack = 8.0f;
-constexpr float kLog2E = 1.44269504088896341f;
 
 // Replaces a row's scores for `num_keys` keys by softmax weights, rounded to bf16. Keys to which
 // the row does not attend get the weight 0. Adds the rounded weights to the row's mass.
 template <class T>
-inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& sums, float* out,
+inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, RowSums& sums, float* out,
                   int dim, const DotTile<T>& tile, const BlockShares& shares) {
     if (!seen.any(num_keys)) {
         std::memset(weights, 0, num_keys * sizeof(Bf16));
@@ -438,8 +432,9 @@ inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& s
 struct DotBuffer {
     Panels keys, values;
     Plane<Bf16> queries, weights;  // A row's weights replace its scores.
-    Plane<float> out, scores;
-    Sums* sums;
+    Plane<float> out, scores;  // `out` and `sums`: of a piece
+    RowSums* sums;
+    ItemSums total;
     Bf16* nothing;     // zeros, read in place of keys that are not read
     int8_t* unpacked;  // unpacked keys and values of a tile, or its latents in bf16
     size_t num_bytes;
@@ -463,7 +458,10 @@ struct DotBuffer {
                static_cast<size_t>(dim)};
         scores = {static_cast<float*>(take(sizeof(float) * kDotRows * of_scores)), of_scores};
         weights = {reinterpret_cast<Bf16*>(scores.numbers), 2 * of_scores};
-        sums = static_cast<Sums*>(take(sizeof(Sums) * kDotRowsMax));
+        sums = static_cast<RowSums*>(take(sizeof(RowSums) * kDotRowsMax));
+        total = {static_cast<float*>(take(sizeof(float) * kDotRowsMax * dim)),
+                 static_cast<size_t>(dim),
+                 static_cast<RowSums*>(take(sizeof(RowSums) * kDotRowsMax))};
         nothing = static_cast<Bf16*>(take(sizeof(Bf16) * dim));
         unpacked = static_cast<int8_t*>(take(2 * kDotKeys * dim));
         num_bytes = at - begin;
@@ -566,56 +564,69 @@ inline void attend_dot(const Model& model, const Step& step, int layer, const It
     const int group = item.group;
     const Span& span = step.spans[item.span];
     const DotBuffer at(buffer, dim);
-    const HeadKv<Kept> kv(step, of_layer, item), next_kv(step, of_layer, next);
-    std::memset(at.nothing, 0, padded * sizeof(Bf16));
-    Seen sees[kDotRowsMax];
+    const ItemSums piece{at.out.numbers, at.total.dim, at.sums};
     const bool has_shares = block_sums.any(item.span);
     BlockShares shares[kDotRowsMax];
     const auto head_of = [&](int i) { return item.kv_head * group + (item.first_row + i) % group; };
-    for (int i = 0; i < item.num_rows; ++i) {
-        const int query = (item.first_row + i) / group;
-        const float* from = queries + (span.first_row + query) * stride + head_of(i) * dim;
-        [[maybe_unused]] alignas(64) float as_keys[kHeadMax];
-        if constexpr (std::is_same_v<Kept, Int4>) {
-            kv.put_query(from, as_keys);
-            from = as_keys;
+    at.total.clear(item.num_rows);
+    if (item.task == Task::kMerge) {
+        at.total.merge(item);
+    } else {
+        const HeadKv<Kept> kv(step, of_layer, item), next_kv(step, of_layer, next);
+        std::memset(at.nothing, 0, padded * sizeof(Bf16));
+        Seen sees[kDotRowsMax];
+        for (int i = 0; i < item.num_rows; ++i) {
+            const int query = (item.first_row + i) / group;
+            const float* from = queries + (span.first_row + query) * stride + head_of(i) * dim;
+            [[maybe_unused]] alignas(64) float as_keys[kHeadMax];
+            if constexpr (std::is_same_v<Kept, Int4>) {
+                kv.put_query(from, as_keys);
+                from = as_keys;
+            }
+            Bf16* to = at.queries.row(i);
+            std::memset(to + padded - kPanel, 0, kPanel * sizeof(Bf16));
+            for (int d = 0; d < dim; d += kPanel)
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d),
+                                    (__m256i)_mm512_cvtneps_pbh(load(from + d)));
+            sees[i] = keys_seen(span, query, item);
+            if (has_shares) shares[i] = block_sums.shares(item.span, query, head_of(i));
         }
-        Bf16* to = at.queries.row(i);
-        std::memset(to + padded - kPanel, 0, kPanel * sizeof(Bf16));
-        for (int d = 0; d < dim; d += kPanel)
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + d),
-                                (__m256i)_mm512_cvtneps_pbh(load(from + d)));
-        sees[i] = keys_seen(span, query, item);
-        if (has_shares) shares[i] = block_sums.shares(item.span, query, head_of(i));
-        at.sums[i] = {{}, -INFINITY};
-    }
-    std::memset(at.out.row(0), 0, static_cast<size_t>(item.num_rows) * padded * sizeof(float));
-    [[maybe_unused]] alignas(64) float key_scales[kDotKeys], value_scales[kDotKeys];
-    TilesOf<T, Kept, kDotKeys> tiles(kv, next_kv, at.nothing,
-                                     reinterpret_cast<T*>(at.unpacked));
-    for (int first = kv.first_tile(kDotKeys); first < kv.num_keys;
-         first = kv.tile_after(first, kDotKeys)) {
-        tiles.go_to(first);
-        const int num = kv.num_keys - first < kDotKeys ? kv.num_keys - first : kDotKeys;
-        if constexpr (std::is_same_v<T, int8_t>) {
-            kv.scales(first, kDotKeys, key_scales, value_scales);
-            for (int key = 0; key < kDotKeys; key += kPanel)
-                store(key_scales + key, load(key_scales + key) * (1.0f / kByteToWord));
+        [[maybe_unused]] alignas(64) float key_scales[kDotKeys], value_scales[kDotKeys];
+        TilesOf<T, Kept, kDotKeys> tiles(kv, next_kv, at.nothing,
+                                         reinterpret_cast<T*>(at.unpacked));
+        bool begins = true;
+        for (int first = kv.first_tile(kDotKeys), after; first < kv.num_keys; first = after) {
+            after = kv.tile_after(first, kDotKeys);
+            if (begins) {
+                piece.clear(item.num_rows);
+                for (int i = 0; has_shares && i < item.num_rows; ++i)
+                    shares[i].begin_piece(first / kPieceKeys * kPieceKeys);
+            }
+            begins = kv.ends_piece(first, after);
+            tiles.go_to(first);
+            const int num = kv.num_keys - first < kDotKeys ? kv.num_keys - first : kDotKeys;
+            if constexpr (std::is_same_v<T, int8_t>) {
+                kv.scales(first, kDotKeys, key_scales, value_scales);
+                for (int key = 0; key < kDotKeys; key += kPanel)
+                    store(key_scales + key, load(key_scales + key) * (1.0f / kByteToWord));
+            }
+            const DotTile<T> tile{tiles.rows(), tiles.ahead(), tiles.run(),  first,
+                                  num,          key_scales,    value_scales, model.attention_cap};
+            attend_tile(tile, dim, at, sees, has_shares ? shares : nullptr, item.num_rows);
+            if (begins)
+                at.total.add(piece, item.num_rows, has_shares ? shares : nullptr, first + num);
         }
-        const DotTile<T> tile{tiles.rows(), tiles.ahead(), tiles.run(),  first,
-                              num,          key_scales,    value_scales, model.attention_cap};
-        attend_tile(tile, dim, at, sees, has_shares ? shares : nullptr, item.num_rows);
     }
+    if (item.task == Task::kPiece) return at.total.keep(item);
     for (int i = 0; i < item.num_rows; ++i) {
-        const Floats mass[kVectors] = {load(at.sums[i].mass)};
-        const float highest = at.sums[i].base * (1.0f / kLog2E);
-        const float of_sink = mass_of_sink(of_layer, head_of(i), highest);
-        const float scale = 1.0f / (sum(mass) + of_sink);
-        if (has_shares) shares[i].scale(scale, kv.num_keys);
+        const RowSums& sums = at.total.rows[i];
+        const float scale = 1.0f / (sums.total() + mass_of_sink(of_layer, head_of(i), sums.base));
+        if (has_shares) shares[i].scale(scale, span.context_len);
         const InputRow to = attended.row(span.first_row + (item.first_row + i) / group);
+        const float* const out = at.total.out + i * at.total.dim;
         for (int d = 0; d < value_dim; d += kPanel)
             to.put(head_of(i) * value_dim + d,
-                   in_order_of<T>(at.out.row(i) + d / kStep * kStep, d / kPanel % 2) * scale);
+                   in_order_of<T>(out + d / kStep * kStep, d / kPanel % 2) * scale);
     }
 }
 

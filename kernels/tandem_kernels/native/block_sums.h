@@ -9,16 +9,35 @@
 
 namespace tandem::TANDEM_ISA {
 
-// The sums of one row of attention, one per block. `blocks` is null if they are not needed.
+// The sums of one row of attention, one per block. `blocks` is null if they are not needed. Weights
+// are relative to the highest score of a piece of keys (attention.h), until the piece is complete.
 struct BlockShares {
     float* blocks;
     int block_size;
+    int first = 0;        // the first block of the current piece
+    float before = 0.0f;  // sum of the weights that this block has in the pieces before
 
-    // Multiplies the sums of the blocks before a tile by `factor`, because the maximum score to
-    // which weights are relative has changed.
-    void scale(float factor, int tile) const {
+    // Begins a piece with the key at position `key`.
+    void begin_piece(int key) {
+        first = key / block_size;
+        before = 0.0f;
+        if (key % block_size != 0) std::swap(before, blocks[first]);
+    }
+
+    // Multiplies the sums of the piece's keys before position `end` by `factor`, because the maximum
+    // score to which weights are relative has changed.
+    void scale(float factor, int end) const {
         if (factor == 1.0f) return;
-        for (int block = 0; block * block_size < tile; ++block) blocks[block] *= factor;
+        for (int block = first; block * block_size < end; ++block) blocks[block] *= factor;
+    }
+
+    // Ends a piece. Keys from position `end` on are not in it. Multiplies the sums of the pieces
+    // before by `of_before`, and the sums of the piece by `of_piece`. One of the factors is 1.
+    void end_piece(float of_before, float of_piece, int end) {
+        scale(of_piece, end);
+        const int piece = std::exchange(first, 0);
+        scale(of_before, piece * block_size);
+        if (before != 0.0f) blocks[piece] += before * of_before;
     }
 
     // Adds a panel of weights for the keys from position `key` on. Weights from `end` on are zeros.

@@ -257,10 +257,23 @@ struct Rows {  // buffers of a step, shared by all threads
 
 namespace tandem::TANDEM_ISA {
 
+// The attention items of some layers. The threads compute `items` in turn, and then `merges`.
+struct Items {
+    std::vector<Item> items, merges;
+};
+
+// Returns the size of a row in Item::sums. Layers may have heads of different sizes.
+inline size_t piece_row_floats(const Model& model) {
+    int dim = 0;
+    for (int index = 0; index < model.num_layers; ++index)
+        dim = std::max(dim, model.layers[index].head_dim);
+    return whole_steps(dim) + kSumsFloats;
+}
+
 // Divides the attention of a step into items (attention.h). The longest items come first, so that
 // no thread begins a long one when the others are almost done. `choice` is that of Rows.
-inline std::vector<Item> items_of(const Model& model, const Step& step, const Layer& layer,
-                                  int32_t* choice) {
+inline Items items_of(const Model& model, const Step& step, const Layer& layer, int32_t* choice,
+                      Scratch& scratch) {
     const int group = model.num_heads / layer.num_kv_heads;
     const int most = rows_of_item(model, step);
     std::vector<Item> items;
@@ -283,33 +296,76 @@ inline std::vector<Item> items_of(const Model& model, const Step& step, const La
                                      layer.window, group, chosen});
             }
     }
+    // Chosen keys are not known yet, but their number is.
+    const auto keys = [&](const Item& item) {
+        if (item.choice.blocks != nullptr) return Seen{0, 0, item.choice.num * item.choice.size};
+        return keys_of(step.spans[item.span], item);
+    };
     // To estimate how long an item takes: reading a key takes as long as multiplying 4 rows by it.
     constexpr int kFetching = 4;
-    const auto num_keys = [&](const Item& item) -> int64_t {
-        if (item.choice.blocks != nullptr) return item.choice.num * item.choice.size;
-        const Seen keys = keys_of(step.spans[item.span], item);
-        return keys.end - keys.first + keys.start;
-    };
     const auto work = [&](const Item& item) {
-        return (item.num_rows + kFetching) * num_keys(item);
+        const Seen seen = keys(item);
+        const auto num_before = [&](int end) {
+            return std::min(seen.start, end) + std::max(std::min(seen.end, end) - seen.first, 0);
+        };
+        const int num_keys = num_before(item.end(seen.end)) - num_before(item.begin());
+        return static_cast<int64_t>(item.num_rows + kFetching) * num_keys;
     };
-    std::stable_sort(items.begin(), items.end(),
+    Items divided;
+    const int num_threads = model.num_threads * scratch.ranks.num;
+    if (num_threads == 1) {
+        divided.items = std::move(items);
+    } else {
+        // An item that would take a thread more than an eighth of its time is computed in pieces.
+        constexpr int kItemsOfThread = 8;
+        int64_t all = 0;
+        for (const Item& item : items) all += work(item);
+        const size_t row_floats = piece_row_floats(model);
+        float* sums = scratch.piece_sums.of(kPieceFloats);
+        size_t room = kPieceFloats;
+        for (const Item& item : items) {
+            const size_t of_piece = item.num_rows * row_floats;
+            const int most = (keys(item).end + kPieceKeys - 1) / kPieceKeys;
+            // The weights of blocks (block_sums.h) are added up by one thread.
+            if (most == 1 || work(item) * kItemsOfThread * num_threads <= all ||
+                most * of_piece > room || step.spans[item.span].first_sum >= 0) {
+                divided.items.push_back(item);
+                continue;
+            }
+            Item merge = item, part = item;
+            merge.task = Task::kMerge;
+            part.task = Task::kPiece;
+            merge.sums = part.sums = sums;
+            merge.row_floats = part.row_floats = row_floats;
+            for (part.piece = 0; part.piece < most; ++part.piece) {
+                if (work(part) == 0) continue;  // a window or a KV budget hides all keys of the piece
+                divided.items.push_back(part);
+                part.sums += of_piece;
+                ++merge.num_pieces;
+            }
+            divided.merges.push_back(merge);
+            room -= part.sums - sums;
+            sums = part.sums;
+        }
+    }
+    std::stable_sort(divided.items.begin(), divided.items.end(),
                      [&](const Item& a, const Item& b) { return work(a) > work(b); });
-    return items;
+    return divided;
 }
 
 // The attention items of each layer. Layers with the same window and the same number of KV heads
 // have the same items, if keys are chosen for all of them or for none.
 struct LayerItems {
-    std::vector<std::vector<Item>> items;
+    std::vector<Items> items;
     std::vector<const Layer*> kinds;  // a layer for each of `items`
 
-    LayerItems(const Model& model, const Step& step, int num_layers, int32_t* choice) {
+    LayerItems(const Model& model, const Step& step, int num_layers, int32_t* choice,
+               Scratch& scratch) {
         for (int index = 0; index < num_layers; ++index) {
             const Layer& layer = model.layers[index];
             if (kind_of(layer) < kinds.size()) continue;
             kinds.push_back(&layer);
-            items.push_back(items_of(model, step, layer, choice));
+            items.push_back(items_of(model, step, layer, choice, scratch));
         }
     }
 
@@ -321,7 +377,7 @@ struct LayerItems {
         return std::find_if(kinds.begin(), kinds.end(), is_alike) - kinds.begin();
     }
 
-    const std::vector<Item>& of(const Layer& layer) const { return items[kind_of(layer)]; }
+    const Items& of(const Layer& layer) const { return items[kind_of(layer)]; }
 };
 
 // Returns the size of a row in `projected`.
@@ -506,7 +562,7 @@ inline void add_parallel(const Model& model, int index, const Step& step, const 
 
 // Computes attention, and returns its outputs and those of the part that has a state.
 inline Inputs attend_layer(const Model& model, const Step& step, int index, const Rows& rows,
-                           const std::vector<Item>& items, const BlockSums& sums, float* buffer,
+                           const Items& items, const BlockSums& sums, float* buffer,
                            const Team& team) {
     const Layer& layer = model.layers[index];
     const bool is_latent = layer.latent != nullptr;
@@ -518,10 +574,15 @@ inline Inputs attend_layer(const Model& model, const Step& step, int index, cons
                   : inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
     if (layer.has_attention) {
         choose_keys(model, step, index, rows, buffer, team);
-        team.each_in_turn(items.size(), [&](size_t i) {
-            const Item& next = items[i + team.threads < items.size() ? i + team.threads : i];
-            attend_any(model, step, index, items[i], next, queries, width, attended, sums, buffer);
-        });
+        for (const std::vector<Item>* each : {&items.items, &items.merges}) {
+            const size_t num = each->size();
+            if (num == 0) continue;
+            team.each_in_turn(num, [&](size_t i) {
+                const Item& next = (*each)[i + team.threads < num ? i + team.threads : i];
+                attend_any(model, step, index, (*each)[i], next, queries, width, attended, sums,
+                           buffer);
+            });
+        }
         sums.add_heads(team);
         if (layer.num_gates > 0) gate_attended(model, layer, rows, attended, team);
         rows.laps->end(ATTENTION, team.own_thread);
@@ -532,7 +593,7 @@ inline Inputs attend_layer(const Model& model, const Step& step, int index, cons
 
 // Computes attention and the MLP or experts, and adds them to the residual stream.
 inline void finish_layer(const Model& model, const Step& step, int index, const Rows& rows,
-                         const std::vector<Item>& items, const BlockSums& sums, float* buffer,
+                         const Items& items, const BlockSums& sums, float* buffer,
                          const Team& team) {
     const Layer& layer = model.layers[index];
     if (layer.has_attention || layer.state != nullptr) {
@@ -633,7 +694,7 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
     const std::vector<StateSpan> state_spans = state_spans_of(model, step);
     rows.state_spans = state_spans.data();
     rows.num_state_spans = static_cast<int>(state_spans.size());
-    const LayerItems items(model, step, model.num_layers - 1, rows.choice);
+    const LayerItems items(model, step, model.num_layers - 1, rows.choice, scratch);
     const BlockSums sums = block_sums_of(model, step, scratch, true);
     scratch.laps.start();
 #pragma omp parallel num_threads(model.num_threads)
@@ -658,20 +719,36 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
 }
 
 // Finds the largest of the logits from `first` to before `end`, and its lowest token id. Computes
-// the maximum first, and then searches the first logit that equals the maximum.
+// the maximum first, and then searches the first logit that equals the maximum. A NaN counts as the
+// largest number, as in numpy.
 inline Largest largest_of(const float* logits, int first, int end) {
     constexpr int kAtOnce = 32 * kPanel;
     Largest best{-INFINITY, first};
     for (int at = first; at < end; at += kAtOnce) {
         const int num = std::min(end - at, kAtOnce);
         Floats parts[kVectors];
+        Ints nans[kVectors] = {};
         for (Floats& part : parts) part = all(-INFINITY);
         int i = 0;
         for (; i + kPanel <= num; i += kPanel)
-            for (int v = 0; v < kVectors; ++v)
-                parts[v] = max(parts[v], load(logits + at + i + v * kLanes));
+            for (int v = 0; v < kVectors; ++v) {
+                const Floats some = load(logits + at + i + v * kLanes);
+                parts[v] = max(parts[v], some);
+                nans[v] |= some != some;
+            }
         float here = largest(parts);
-        for (; i < num; ++i) here = std::max(here, logits[at + i]);
+        bool has_nan = false;
+        for (int v = 0; v < kVectors; ++v)
+            for (int lane = 0; lane < kLanes; ++lane) has_nan |= nans[v][lane] != 0;
+        for (; i < num; ++i) {
+            here = std::max(here, logits[at + i]);
+            has_nan |= std::isnan(logits[at + i]);
+        }
+        if (has_nan) {
+            const float* const found = std::find_if(logits + at, logits + end,
+                                                    [](float logit) { return std::isnan(logit); });
+            return {NAN, static_cast<int32_t>(found - logits)};
+        }
         if (here > best.logit) best = {here, at};
     }
     const float* found = std::find(logits + best.token, logits + end, best.logit);
@@ -684,8 +761,8 @@ inline void find_most_likely(const Step& step, const Largest* of_threads, size_t
     const size_t num_rows = step.num_logit_rows;
     for (size_t row = 0; row < num_rows; ++row) {
         Largest best = of_threads[row];
-        for (size_t at = row; at < num_threads * num_rows; at += num_rows)
-            if (of_threads[at].logit > best.logit) best = of_threads[at];
+        for (size_t at = row; at < num_threads * num_rows && !std::isnan(best.logit); at += num_rows)
+            if (!(of_threads[at].logit <= best.logit)) best = of_threads[at];
         step.most_likely[row] = best.token;
     }
 }
@@ -702,8 +779,8 @@ inline void finish_logits(const Model& model, float* logits, int first, int end)
 inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
     const std::vector<ScoreBatch> batches = score_batches(model, step);
     const Rows rows = rows_of(model, step, batches, scratch);
-    const std::vector<Item> items =
-        items_of(model, step, model.layers[model.num_layers - 1], rows.choice);
+    const Items items =
+        items_of(model, step, model.layers[model.num_layers - 1], rows.choice, scratch);
     const BlockSums sums = block_sums_of(model, step, scratch, false);
     const Inputs last = inputs_of(
         model.output, scratch.last.of(input_floats(step.num_logit_rows, model.hidden)),

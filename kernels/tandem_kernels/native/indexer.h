@@ -188,14 +188,15 @@ inline void place_index(const Model& model, const Step& step, int index, const R
     rows.laps->end(PLACE, team.own_thread);
 }
 
-// Computes scores[m][num_keys] = queries[m] . keys for `num_rows` rows, at most MR.
+// Computes scores[m][num_keys] = queries[m] . keys for `num_rows` rows, at most MR. Rows of scores
+// are kScoreRow numbers apart.
 template <class T, int MR>
 void score_queries(int num_rows, const float* queries, const uint32_t* keys, int dim, int num_keys,
                    float* scores) {
     if constexpr (MR > 0) {
         if (num_rows != MR)
             return score_queries<T, MR - 1>(num_rows, queries, keys, dim, num_keys, scores);
-        score_rows<T, MR>(queries, keys, dim, num_keys, scores);
+        score_rows<T, MR>(queries, dim, keys, dim, num_keys, scores);
     }
 }
 
@@ -248,7 +249,7 @@ void score_item(const Step& step, const Layer& layer, const ScoreItem& item, con
                 score_queries<T, kTileRows>(num_rows, queries + head * rounded, turned, rounded,
                                             num_turned, products);
                 for (int m = 0; m < num_rows; ++m) {
-                    const float* const of_head = products + m * kKeys;
+                    const float* const of_head = products + m * kScoreRow;
                     if (is_of_tokens) {
                         const float weight = rows.index_weights[row * num_heads + head + m];
                         for (int key = 0; key < num_turned; key += kLanes)

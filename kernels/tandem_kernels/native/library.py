@@ -36,6 +36,10 @@ from tandem_kernels.native.kinds import StateForm as StateForm
 from tandem_kernels.native.kinds import packed_bytes as packed_bytes
 from tandem_kernels.native.kinds import whole_steps as whole_steps
 
+# The version of the bits that the kernels compute from the same numbers. It is part of the name of
+# the numerics, and so of block hashes: KV of another version is never reused. Version 2 adds up
+# attention in pieces of 512 keys.
+BITS_VERSION = 2
 _RANK_ENDED = 2  # the status that functions of api.cpp return if another rank has ended
 SECTIONS_MAX = 3  # sections of the channels of a layer's convolution
 COPIES_MAX = 16  # copies of the residual stream (kCopiesMax of decoder.h)

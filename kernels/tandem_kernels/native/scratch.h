@@ -70,6 +70,8 @@ private:
     bool is_shared_ = false;
 };
 
+constexpr std::size_t kPieceFloats = 4 << 20;  // size of Scratch::piece_sums (16 MiB)
+
 struct Largest {  // the largest logit of a part of the vocabulary, and its lowest token id
     float logit;
     int32_t token;
@@ -107,6 +109,7 @@ struct Scratch {
     Buffer layer_inputs;              // see layer_inputs.h
     Buffer index, scores, choice;     // see indexer.h
     Buffer copies;                    // see alt_up.h
+    Buffer piece_sums;                // see Item::sums
     std::vector<std::size_t> first_shares;
     Buffer chosen, choices, first;  // the arrays of Routing
     Buffer largest;                 // Largest, [threads, logit rows]
@@ -123,7 +126,8 @@ struct Scratch {
         for (Buffer* buffer :
              {&hidden, &input, &projected, &attended, &delta, &rounded, &last, &gates, &routed,
               &logits, &heads, &queries, &of_heads, &block_shares, &chosen, &choices, &first,
-              &largest, &layer_inputs, &index, &scores, &choice, &copies}) {
+              &largest, &layer_inputs, &index, &scores, &choice, &copies,
+              &piece_sums}) {
             buffer->share(at, ranks.buffer_bytes);
             at += ranks.buffer_bytes;
         }
@@ -144,6 +148,6 @@ struct Scratch {
     }
 };
 
-constexpr int kSharedBuffers = 23;
+constexpr int kSharedBuffers = 24;
 
 }  // namespace tandem

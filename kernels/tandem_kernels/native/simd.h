@@ -227,6 +227,24 @@ inline Floats exp(Floats x) {
     return below ? Floats{} : scaled;
 }
 
+// Computes 2^x with a relative error of 2e-7, for x below 127. The result is exactly 1 for x = 0,
+// exactly 0 below -126.5, and NaN if x is NaN.
+inline Floats exp2(Floats x) {
+    const Floats least = all(-127.0f);
+    x = least > x ? least : x;  // an x that is NaN stays NaN
+    // Adding this number rounds to an integer, and moves 127 more than this integer to the lowest
+    // bits. Shifted, these bits are the power of two.
+    const float to_exponent = 12582912.0f + 127.0f;
+    const Floats shifted = x + to_exponent;
+    const Floats r = x - (shifted - to_exponent);
+    Floats p = r * 1.3264727e-3f + 9.671513e-3f;
+    p = p * r + 5.5507336e-2f;
+    p = p * r + 2.4022242e-1f;
+    p = p * r + 6.93147e-1f;
+    p = p * r + 1.0f;
+    return p * (Floats)((Words)shifted << 23);
+}
+
 typedef float Four __attribute__((vector_size(16)));
 typedef int32_t FourInts __attribute__((vector_size(16)));
 

@@ -53,6 +53,7 @@ from tandem.engine.types import EngineStats, Mode, OnFinal, SequenceSpec, StepRe
 from tandem.errors import BadRequest, InternalError, QueueFull, Returned, TandemError
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.masks import MASK_WAIT_S, GrammarMasks, GrammarMatcher
+from tandem_kernels.sampling import NO_TOKEN
 
 # Longest time in seconds for which a step without chunks waits for an image's embedding. Commands
 # and other events are handled after it.
@@ -670,7 +671,15 @@ class Engine:
 
     def _advance(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Appends a sampled token to its sequence, or reports it if a peer will decode."""
-        if sequence.grammar is not None and sequence.grammar.error:
+        if token_id == NO_TOKEN:
+            self._fail(
+                sequence,
+                InternalError(
+                    "the model computed a NaN or an infinity in place of the logits of token "
+                    f"{sequence.num_tokens} of this request"
+                ),
+            )
+        elif sequence.grammar is not None and sequence.grammar.error:
             self._fail(sequence, _grammar_error(sequence.grammar.error))
         elif sequence.mode is Mode.PREFILL_ONLY:
             self._scheduler.withdraw(sequence)

@@ -70,6 +70,7 @@ from tandem.models.limits import check_settings, max_context, why_no_speculation
 from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
+from tandem_kernels.native.library import BITS_VERSION
 from tandem_kernels.row_pool import RowPool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.state_pool import PackedStatePool, Pool, StatePool
@@ -194,6 +195,8 @@ class ModelRunner:
         self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
+        if config.numerics == "fast":  # whichever kernels compute: workers may mix them
+            self.numerics_name = f"fast-{BITS_VERSION}"
         self.tokens_per_step = default_step_tokens(self.device)
         self.why_no_budgets = ""
         if is_library:
@@ -333,7 +336,8 @@ class ModelRunner:
                 # With invariant numerics, the bits still depend on the instruction set.
                 if config.numerics == "invariant":
                     name = native.instructions or ""
-                    self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
+                    name = _FP32_AS.get(name, name)
+                    self.numerics_name = f"invariant-{BITS_VERSION}-{name}"
                 widens = dtype_name == "bfloat16" and not native.multiplies_bf16
                 if widens and has_bfloat16(self.device) and not int8 and not keeps and not memory:
                     self._large = TorchSteps(model, weights, config.numerics)

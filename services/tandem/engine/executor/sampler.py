@@ -31,11 +31,12 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.types import TokenLogprobs
 from tandem.models.grammars.masks import GrammarMatcher
 from tandem_kernels.logprobs import Logprobs
-from tandem_kernels.sampling import Draw
+from tandem_kernels.sampling import NO_TOKEN, Draw
 
 
 class Sampled(NamedTuple):
-    """A sampled token, and its log probabilities if they are requested."""
+    """A sampled token, and its log probabilities if they are requested. The token is NO_TOKEN if a
+    logit was NaN or infinite."""
 
     sequence: Sequence
     token_id: int
@@ -176,7 +177,8 @@ class StepSampler:
         wanted = [one for _, one in self._prompts]
         places = []
         for place, (each, token_id) in enumerate(zip(self._drawn, token_ids, strict=True)):
-            if (num_top := each.sequence.spec.sampling.logprobs) is not None:
+            num_top = each.sequence.spec.sampling.logprobs
+            if num_top is not None and token_id != NO_TOKEN:
                 places.append(place)
                 wanted.append(_Wanted(each.row, token_id, num_top))
         if wanted:

@@ -132,7 +132,7 @@ def config_of(shape: Shape) -> ModelConfig:
         attention_out_bias=shape.bias,
         mlp_bias=shape.bias,
         qk_norm=shape.qk_norm,
-        max_model_len=1000,
+        max_model_len=1500,
         eos_token_ids=(),
         torch_dtype="float32",
         norms=shape.norms,

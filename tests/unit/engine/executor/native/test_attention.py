@@ -15,6 +15,7 @@ import torch
 
 from tandem.common.kv_budget import VisibleKeys
 from tandem.engine.executor.native.decoder import NativeDecoder
+from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tests.unit.engine.executor.native import native_shapes
 from tests.unit.engine.executor.native.native_shapes import BASE, Shape
@@ -66,6 +67,16 @@ SUMMED = (
 )
 WINDOWS = (*SHAPES[-10:], replace(BASE, kv="float32", num_kv_heads=1, window=100, group=5))
 NUM_TOKENS = 330  # of two tiles and some, of items that one thread alone has and of smaller ones
+# Shapes whose context has three pieces of 512 keys, which several threads compute.
+NUM_LONG = 1300
+LONG = (
+    *(replace(OF_FP32, num_kv_heads=num, group=group) for num, group in ((1, 1), (2, 3))),
+    replace(OF_BF16, group=5, has_sinks=True),
+    *(replace(of, block_size=12) for of in (OF_INT8, DOT_INT4)),
+    *(replace(of, window=700) for of in (OF_BF16, DOT_K8V4)),
+    replace(OF_FP32, visible=VisibleKeys(530, 90)),
+    replace(OF_FP8, visible=VisibleKeys(4, 600), head_dim=80),
+)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -128,8 +139,49 @@ def test_weights_of_blocks_add_up(shape: Shape, instructions: str) -> None:
     assert whole == pytest.approx(plain, rel=2e-2)
 
 
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("shape", LONG, ids=repr)
+def test_threads_that_divide_the_keys_compute_the_same_bits(
+    shape: Shape, instructions: str
+) -> None:
+    """A single token is divided by its keys, because it has too few heads for the threads. The last
+    token is also the first one of a piece, or sees nothing of the first piece."""
+    for num in (NUM_LONG, 1025):
+        whole = _run(shape, instructions, [num])
+        for cut in ([num - 2, 1, 1], [500, 13, num - 514, 1]):
+            for threads in (1, 3):
+                divided = _run(replace(shape, num_threads=threads), instructions, cut)
+                assert all(map(torch.equal, divided, whole))
+
+
+def test_several_pieces_are_what_torch_computes() -> None:
+    for shape in (replace(LONG[1], num_threads=2), replace(OF_BF16, num_threads=2)):
+        logits, _ = _run(shape, INSTRUCTIONS[0], [NUM_LONG - 1, 1])
+        config, weights = native_shapes.config_of(shape), native_shapes.random_weights(shape)
+        steps = TorchSteps(config, native_shapes.widened(weights), "fast")
+        token_ids, table = _tokens(shape, NUM_LONG)
+        pool = native_shapes.pool(shape, len(table))
+        expected = steps.forward(
+            StepBatch([SequenceSlice(token_ids, NUM_LONG, table, True)]), [pool]
+        )
+        error = (logits - expected).norm() / expected.norm()
+        assert error < (1e-5 if shape.kv == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("shape", [SUMMED[0], *SUMMED[-5:-2]], ids=repr)
+def test_weights_of_blocks_add_up_over_pieces(shape: Shape, instructions: str) -> None:
+    """Blocks of 12 tokens begin in one piece and end in the next one."""
+    whole = _sums(shape, instructions, [NUM_LONG])
+    for threads, cut in ((1, [500, 13, NUM_LONG - 513]), (3, [NUM_LONG - 1, 1])):
+        shape = replace(shape, num_threads=threads)
+        assert np.array_equal(_sums(shape, instructions, cut), whole)
+    num_weights = NUM_LONG * 2 * shape.num_kv_heads * shape.group
+    assert whole.sum() == pytest.approx(num_weights, rel=2e-3)
+
+
 def _sums(shape: Shape, instructions: str, cut: Sequence[int]) -> npt.NDArray[np.float32]:
-    sums = np.zeros(-(-NUM_TOKENS // shape.block_size), np.float32)
+    sums = np.zeros(-(-sum(cut) // shape.block_size), np.float32)
     _run(shape, instructions, cut, sums=sums)
     return sums
 
@@ -146,10 +198,7 @@ def _run(
     """Logits of the last token, and the KV of all: [2, layers, heads, tokens, head_dim]; the pool
     has bytes of `fill` before. If it `forgets`, blocks that no later token sees become NaN, and the
     table names them no more."""
-    choose = random.Random(5)
-    token_ids = [choose.randrange(shape.vocab) for _ in range(sum(cut))]
-    table = list(range(-(-len(token_ids) // shape.block_size)))
-    choose.shuffle(table)
+    token_ids, table = _tokens(shape, sum(cut))
     pool = native_shapes.pool(shape, len(table))
     pool.memory.fill_(fill)
     decoder = NativeDecoder(
@@ -176,3 +225,12 @@ def _run(
         done += num
     in_order = native_shapes.contents(pool)[:, :, table].transpose(2, 3).flatten(3, 4)
     return logits, in_order[..., :done, :]
+
+
+def _tokens(shape: Shape, num: int) -> tuple[list[int], list[int]]:
+    """Returns the ids of random tokens, and a block table for them."""
+    choose = random.Random(5)
+    token_ids = [choose.randrange(shape.vocab) for _ in range(num)]
+    table = list(range(-(-num // shape.block_size)))
+    choose.shuffle(table)
+    return token_ids, table
