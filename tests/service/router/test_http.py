@@ -235,8 +235,11 @@ async def test_placement_is_explained_on_request(router: RunningRouter, stream: 
     assert await _placements(router) == counted + 3
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_stages_come_on_request_and_are_kept(router: RunningRouter, stream: bool) -> None:
+@pytest.mark.parametrize(("stream", "num_second"), [(False, 1), (True, 1), (True, 2)])
+async def test_stages_come_on_request_and_are_kept(
+    router: RunningRouter, stream: bool, num_second: int
+) -> None:
+    """With speculation, the second token may arrive together with further ones."""
     made = ids(router, "one two three")
 
     async def script(submit: pb.SubmitSequence, say: Say) -> None:
@@ -244,12 +247,13 @@ async def test_stages_come_on_request_and_are_kept(router: RunningRouter, stream
         say(update(submit, made[:1], timings=first))
         await asyncio.sleep(0.05)  # the header leaves with the first token
         second = pb.SequenceTimings(second_token_ms=50, transfer_exposed_ms=20)
-        say(update(submit, made[1:2], timings=second))
+        say(update(submit, made[1 : 1 + num_second], timings=second))
         last = pb.SequenceTimings(prefill_worker_id="prefill-3", transport="nixl", bytes_pulled=9)
         say(update(submit, [], "length", timings=last))
 
     router.script(script)
-    body = {"prompt": "x", "stream": stream, "max_tokens": 2}
+    num_tokens = 1 + num_second
+    body = {"prompt": "x", "stream": stream, "max_tokens": num_tokens}
     answer = await router.http.post("/v1/completions", json=body, headers={"x-tandem-timing": "1"})
     header = answer.headers["server-timing"]
     assert re.match(
@@ -266,7 +270,8 @@ async def test_stages_come_on_request_and_are_kept(router: RunningRouter, stream
     assert (kept["outcome"], kept["moves"], kept["trace_id"]) == ("length", 0, "")
     assert kept["decode_worker"] in ("decode-0", "decode-1")
     assert (kept["prefill_worker"], kept["transport"]) == ("prefill-3", "nixl")
-    assert kept["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "cached_tokens": 0}
+    usage = {"prompt_tokens": 1, "completion_tokens": num_tokens, "cached_tokens": 0}
+    assert kept["usage"] == usage
     assert kept["stages_ms"]["first_decode"] == 30
     assert kept["ttft_ms"] < kept["e2e_ms"]
     silent_one = await router.http.post("/v1/completions", json=body)

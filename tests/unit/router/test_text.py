@@ -56,6 +56,26 @@ def test_tokens_after_a_stop_string_do_not_count(tokenizer: Tokenizer, step: int
     assert pieces[-1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("step", [3, 100])
+def test_tokens_after_the_only_call_do_not_count(tokenizer: Tokenizer, step: int) -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    ids = tokenizer.encode(call + " more text")
+
+    def read(step: int) -> tuple[list[int], list[str]]:
+        parser = make_answer_parser(
+            TOOL_FORMATS["hermes"], REASONING_TAGS["none"], schemas={"now": {}}, one_call_only=True
+        )
+        pieces = run(TextStream(tokenizer, (), parser), [*ids, EOS], step, "stop")
+        assert pieces[-1].finish_reason == "tool_calls"
+        calls = [call for piece in pieces for call in piece.tool_calls]
+        assert "".join(call.arguments for call in calls) == "{}"
+        return [i for p in pieces for i in p.token_ids], [call.name for call in calls if call.name]
+
+    one_by_one = read(1)
+    assert len(one_by_one[0]) < len(ids)
+    assert read(step) == one_by_one
+
+
 def test_a_held_back_beginning_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
     pieces = run(TextStream(tokenizer, [" two!"]), tokenizer.encode("one two"), 1, "length")
     assert [p.text for p in pieces] == ["one", " two"]

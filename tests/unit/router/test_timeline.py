@@ -38,14 +38,14 @@ def test_a_workers_part_comes_with_the_first_token_and_the_second() -> None:
     timeline = Timeline()
     with timeline.stage("queue"):
         pass
-    timeline.take(pb.SequenceTimings(queue_ms=100, prefill_ms=200), 1)
+    timeline.take(pb.SequenceTimings(queue_ms=100, prefill_ms=200), 0)
     assert timeline.stages_s["queue"] == pytest.approx(0.1, abs=0.02)
     assert timeline.stages_s["prefill"] == pytest.approx(0.2)
     second = pb.SequenceTimings(
         queue_ms=100, prefill_ms=200, second_token_ms=50, transfer_exposed_ms=20
     )
-    timeline.take(second, 2)
-    timeline.take(second, 9)  # of another worker, after a move: not the first tokens
+    timeline.take(second, 1)
+    timeline.take(second, 8)  # of another worker, after a move: not the first tokens
     assert "move" not in timeline.stages_s
     assert timeline.stages_s["transfer_exposed"] == pytest.approx(0.02)
     assert timeline.stages_s["first_decode"] == pytest.approx(0.03)
@@ -62,7 +62,7 @@ def test_the_stages_before_the_first_token_leave_no_moment_out() -> None:
             time.sleep(0.002)
         timeline.submit()
         time.sleep(0.02)
-    timeline.take(pb.SequenceTimings(queue_ms=2, prefill_ms=5), 1)
+    timeline.take(pb.SequenceTimings(queue_ms=2, prefill_ms=5), 0)
     timeline.note_tokens(time.monotonic())
     assert set(timeline.stages_s) == {"tokenize", "route", "queue", "prefill", "retry", "wire"}
     assert timeline.stages_s["retry"] >= 0.02
@@ -72,19 +72,19 @@ def test_the_stages_before_the_first_token_leave_no_moment_out() -> None:
 
 def test_a_move_in_midstream_is_a_stage_of_its_own() -> None:
     timeline = Timeline()
-    timeline.take(pb.SequenceTimings(queue_ms=100, prefill_ms=200), 1)
+    timeline.take(pb.SequenceTimings(queue_ms=100, prefill_ms=200), 0)
     timeline.note_tokens(timeline.began_s + 0.3)
     before = dict(timeline.stages_s)
     with timeline.stage("route"):
         pass
-    timeline.take(pb.SequenceTimings(queue_ms=10, prefill_ms=20), 2)
+    timeline.take(pb.SequenceTimings(queue_ms=10, prefill_ms=20), 1)
     assert timeline.stages_s.pop("move") == pytest.approx(0.03, abs=0.01)
     assert timeline.stages_s == before
 
 
 def test_as_a_header() -> None:
     timeline = Timeline()
-    timeline.take(pb.SequenceTimings(queue_ms=1.5, prefill_ms=20), 1)
+    timeline.take(pb.SequenceTimings(queue_ms=1.5, prefill_ms=20), 0)
     timeline.note_tokens(timeline.began_s + 0.03)
     header = timeline.server_timing()
     assert header.startswith(

@@ -97,12 +97,14 @@ class Timeline:
         """
         return time.monotonic() - self._covered_until_s
 
-    def take(self, timings: pb.SequenceTimings, num_tokens: int) -> None:
+    def take(self, timings: pb.SequenceTimings, num_before: int) -> None:
         """Adds a decode worker's timings, which arrive with the worker's first and second token.
+        A worker that speculates may send further tokens together with the second one.
 
-        `num_tokens` is the number of tokens that all workers have generated for the request so far.
+        `num_before` is the number of tokens that all workers have generated for the request before
+        those that arrive with the timings.
         """
-        if num_tokens == 1:
+        if num_before == 0:
             queue_s = timings.queue_ms / 1000
             prefill_s = timings.prefill_ms / 1000
             self._add("queue", queue_s)
@@ -110,7 +112,7 @@ class Timeline:
             self._covered_until_s += queue_s + prefill_s
         elif not timings.second_token_ms:
             self._add("move", (timings.queue_ms + timings.prefill_ms) / 1000)
-        elif num_tokens == 2:
+        elif num_before == 1:
             exposed_ms = timings.transfer_exposed_ms
             self._add("transfer_exposed", exposed_ms / 1000)
             self._add("first_decode", max(0.0, timings.second_token_ms - exposed_ms) / 1000)

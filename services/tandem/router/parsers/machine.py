@@ -166,6 +166,11 @@ class AnswerParser:
         """True if the next text may be a tag that begins reasoning."""
         return any(self._states[n].text is Text.REASONING for n in self._state.terminals.values())
 
+    @property
+    def ends_after_call(self) -> bool:
+        """True if the answer is complete after its first call, whatever the model writes then."""
+        return self._rules.one_call_only
+
     def push(self, text: str) -> Parts:
         """Takes a piece of text. Returns all text that need not be held back any longer."""
         self._parts = Parts()

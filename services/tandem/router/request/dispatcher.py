@@ -353,17 +353,18 @@ class Dispatcher:
                     if routing.promise is not None and routing.num_submissions == 1:
                         self.admission.note_first_token(routing.promise)
                     routing.promise = None
+                    num_before = len(progress.output_token_ids) + len(token_ids)
                     token_ids.extend(update.token_ids)
                     logprobs.extend(update.logprobs)
                     progress.prompt_logprobs.extend(update.prompt_logprobs)
                     progress.embedding.extend(update.embedding)
                     if update.HasField("timings"):
-                        num_output_tokens = len(progress.output_token_ids) + len(token_ids)
-                        progress.timeline.take(update.timings, num_output_tokens)
-                        if num_output_tokens == 1:
+                        progress.timeline.take(update.timings, num_before)
+                        if num_before == 0:
                             self.admission.note_wire(progress.timeline.wire_s)
                         # When the second token arrives, all blocks of the prompt have been pulled.
-                        if num_output_tokens == 2:
+                        # With speculation, further tokens may arrive with it.
+                        if num_before == 1:
                             pulled = update.timings
                             self._metrics.flows.note_pull(
                                 pulled.prefill_worker_id, attempt.worker_id, pulled.blocks_pulled

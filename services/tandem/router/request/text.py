@@ -21,7 +21,7 @@ from tandem.router.request.prompt.formats import answer_parser
 class Piece:
     """New text of a completion, and the tokens from which the text was made.
 
-    If a stop string ended the text, the tokens after the stop string are left out.
+    If a stop string or a call ended the text, the tokens after it are left out.
     """
 
     text: str
@@ -90,17 +90,20 @@ class TextStream:
         """Returns the new text, split by the parser.
 
         While the text is or may become reasoning, tokens are parsed one by one, so that the
-        reasoning tokens can be counted.
+        reasoning tokens can be counted. So are those of an answer that ends after its first call,
+        so that the piece has no token after the call.
         """
         parser = self._parser
         if parser is None:
             return self._detokenize(token_ids, finish_reason)
         made: Piece | None = None
         at = 0
-        while at < len(token_ids) - 1 and (parser.in_reasoning or parser.may_begin_reasoning):
+        while at < len(token_ids) - 1 and (
+            parser.in_reasoning or parser.may_begin_reasoning or parser.ends_after_call
+        ):
             one = self._counted(token_ids[at : at + 1], "", parser)
             made = one if made is None else _joined(made, one)
-            if one.finish_reason:  # a stop string ended the text
+            if one.finish_reason:  # a stop string or a call ended the text
                 return made
             at += 1
         last = self._counted(token_ids[at:], finish_reason, parser)
