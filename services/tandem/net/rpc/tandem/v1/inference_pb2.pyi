@@ -308,7 +308,7 @@ class GetRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "kind", "created", "outcome", "error", "placement", "decode_worker", "prefill_worker", "transport", "blocks_pulled", "bytes_pulled", "usage", "moves", "ttft_ms", "e2e_ms", "stages_ms", "trace_id", "workers_lost", "client_request_id", "kept", "shared_wait_ms", "placement_sentence", "first_decode_worker", "worker_queue_ms", "prefill_queue_ms", "tokens_ahead", "local_prefill_ms", "remote_prefill_ms")
+    __slots__ = ("request_id", "kind", "created", "outcome", "error", "placement", "decode_worker", "prefill_worker", "transport", "blocks_pulled", "bytes_pulled", "usage", "moves", "ttft_ms", "e2e_ms", "stages_ms", "trace_id", "workers_lost", "client_request_id", "kept", "shared_wait_ms", "placement_sentence", "first_decode_worker", "worker_queue_ms", "prefill_queue_ms", "tokens_ahead", "local_prefill_ms", "remote_prefill_ms", "tokens_proposed", "tokens_accepted", "speculation_saved_ms")
     class StagesMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +344,9 @@ class RequestRecord(_message.Message):
     TOKENS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     REMOTE_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_SAVED_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     kind: str
     created: float
@@ -372,7 +375,10 @@ class RequestRecord(_message.Message):
     tokens_ahead: int
     local_prefill_ms: float
     remote_prefill_ms: float
-    def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[str] = ..., created: _Optional[float] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., placement: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., moves: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., stages_ms: _Optional[_Mapping[str, float]] = ..., trace_id: _Optional[str] = ..., workers_lost: _Optional[int] = ..., client_request_id: _Optional[str] = ..., kept: _Optional[_Union[KeptKv, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ..., placement_sentence: _Optional[str] = ..., first_decode_worker: _Optional[str] = ..., worker_queue_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., tokens_ahead: _Optional[int] = ..., local_prefill_ms: _Optional[float] = ..., remote_prefill_ms: _Optional[float] = ...) -> None: ...
+    tokens_proposed: int
+    tokens_accepted: int
+    speculation_saved_ms: float
+    def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[str] = ..., created: _Optional[float] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., placement: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., moves: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., stages_ms: _Optional[_Mapping[str, float]] = ..., trace_id: _Optional[str] = ..., workers_lost: _Optional[int] = ..., client_request_id: _Optional[str] = ..., kept: _Optional[_Union[KeptKv, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ..., placement_sentence: _Optional[str] = ..., first_decode_worker: _Optional[str] = ..., worker_queue_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., tokens_ahead: _Optional[int] = ..., local_prefill_ms: _Optional[float] = ..., remote_prefill_ms: _Optional[float] = ..., tokens_proposed: _Optional[int] = ..., tokens_accepted: _Optional[int] = ..., speculation_saved_ms: _Optional[float] = ...) -> None: ...
 
 class KeptKv(_message.Message):
     __slots__ = ("worker", "seconds", "tokens", "tokens_asked", "why_not")
