@@ -31,7 +31,7 @@ from tests.vision_models import (
     reference_tokens,
 )
 
-_NUM_TOKENS = 24
+_NUM_TOKENS = 80  # so many that requests still run when their worker leaves the pool
 _BLOCK_SIZE = 16
 _WIDE, _SMALL, _TALL = make_image(1, 90, 60), make_image(2, 20, 31), make_image(3, 31, 96)
 _LIKE_WIDE = make_image(4, 90, 60)
