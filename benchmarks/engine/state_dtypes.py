@@ -1,8 +1,8 @@
 """Perplexity with states in bfloat16 and int8 beside float32, on the model of hybrid_model.py.
 
-    python -m benchmarks.engine.hybrid_model      # trains the model
     python -m benchmarks.engine.state_dtypes [--every 64,512] [--windows 60] [--output FILE]
 
+The program benchmarks.engine.hybrid_model trains the model before.
 A window of text is computed in chunks of so many tokens. After each, its states are frozen, and the
 next chunk starts from them, as a request that resumes there. Such a rounding after every 64 tokens
 is the worst case: most requests resume once. Changes are paired by window, with their standard
