@@ -1,7 +1,7 @@
 """Ranks that are forked from a process that has imported everything, so that a test with several
 ranks does not wait for the imports of torch.
 
-    python -m tests.harness.forked_ranks FD     (started by `forked_ranks`)
+    python -m tests.harness.forked_ranks FD     (started by `rank_template`)
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, NoReturn
-
-import pytest
-
-from tandem.engine.executor.ranks import members
 
 _MESSAGE_BYTES = 4096
 _MOST_FDS = 16
@@ -50,8 +46,9 @@ class ForkedRank:
 
 
 @contextmanager
-def forked_ranks() -> Iterator[None]:
-    """Within the context, `members` forks ranks instead of starting programs."""
+def rank_template() -> Iterator[SimpleNamespace]:
+    """Starts the process from which ranks are forked. Yields what takes the place of the module
+    `subprocess` in `tandem.engine.executor.ranks.members`, so that it forks ranks."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     template = subprocess.Popen(
         [sys.executable, "-m", __name__, str(its.fileno())], pass_fds=(its.fileno(),)
@@ -64,10 +61,7 @@ def forked_ranks() -> Iterator[None]:
         socket.send_fds(ours, [numbers.encode()], list(pass_fds))
         return ForkedRank(int(ours.recv(_MESSAGE_BYTES)))
 
-    with pytest.MonkeyPatch.context() as patch:
-        changed = {**vars(subprocess), "Popen": start}
-        patch.setattr(members, "subprocess", SimpleNamespace(**changed))
-        yield
+    yield SimpleNamespace(**{**vars(subprocess), "Popen": start})
     ours.close()
     template.wait()
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
 from tandem.common.sampling_params import SamplingParams
 from tandem.engine.executor.native.decoder import why_not_native
+from tandem.engine.executor.ranks import members
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import AdapterUnavailable, ConfigError, WorkerLost
@@ -24,7 +26,7 @@ from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import RankEnded
 from tandem_kernels.sampling import Draw
 from tests.engine_driver import Outcome, make_spec
-from tests.harness.forked_ranks import forked_ranks
+from tests.harness.forked_ranks import rank_template
 from tests.lora_adapters import ALL, describe, write_adapter
 from tests.model_engines import make_model_engine
 from tests.step_batches import mixed_steps, place
@@ -46,10 +48,15 @@ SHARED = [family for family in FAMILIES if not family.startswith(REFUSED)]
 
 
 @pytest.fixture(scope="module")
-def quick_ranks() -> Iterator[None]:
+def template() -> Iterator[SimpleNamespace]:
+    with rank_template() as forking:
+        yield forking
+
+
+@pytest.fixture
+def quick_ranks(template: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves hundreds of tests the imports of each rank."""
-    with forked_ranks():
-        yield
+    monkeypatch.setattr(members, "subprocess", template)
 
 
 def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFolder:
