@@ -213,15 +213,11 @@ class KvLayout:
     def tokens_max(self) -> int | None:
         """Largest number of tokens that one sequence can have with these pools. None: any number
         fits, because every group has a window and enough blocks for it."""
-        # A sequence that awaits states from a peer also has the blocks that are seen after the last
-        # frozen state of its prompt.
-        more = state_spacing(self.block_size) // self.block_size if self.state_groups else 0
         return min(
             (
                 group.layout.num_blocks * self.block_size
                 for group in self.groups
-                if group.decode_blocks is None
-                or group.layout.num_blocks < group.decode_blocks + more * (not group.has_states)
+                if group.decode_blocks is None or group.layout.num_blocks < group.decode_blocks
             ),
             default=None,
         )
