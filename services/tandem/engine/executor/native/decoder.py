@@ -131,8 +131,6 @@ def why_not_native(config: ModelConfig) -> str:
     if config.shared_kv is not None:
         return "only the torch kernels compute compressed attention and several residual streams"
     for layer in config.layers:
-        if layer.indexer is not None and layer.indexer.block_size is not None:
-            return "the native kernels do not compute sparse attention whose indexers choose blocks"
         head_dim = config.heads_of(layer).dim
         if head_dim > _HEAD_MAX and config.latent is None:
             return f"the head size {head_dim} is larger than {_HEAD_MAX}"
