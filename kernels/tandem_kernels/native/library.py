@@ -45,12 +45,16 @@ from tandem_kernels.sampling import Draw
 BITS_VERSION = 2
 _RANK_ENDED = 2  # the status that functions of api.cpp return if another rank has ended
 SECTIONS_MAX = 3  # sections of the channels of a layer's convolution
-COPIES_MAX = 16  # copies of the residual stream (kCopiesMax of decoder.h)
+COPIES_MAX = 16  # copies of the residual stream, or streams (kCopiesMax of decoder.h)
+ENTRY_KINDS = 2  # kinds of entries: those of attention, and those of an indexer
 _UNIT_INPUTS = 64  # quantized weights: the number of inputs is padded to a multiple of 64
 
 
 class Gating(Structure):
-    _fields_ = (("activation", c_int32), ("alpha", c_float), ("limit", c_float))
+    _fields_ = (
+        ("activation", c_int32),
+        *((name, c_float) for name in ("alpha", "limit", "offset")),
+    )
 
 
 class Matrix(Structure):
@@ -86,6 +90,7 @@ class Experts(Structure):
                 "top_k",
                 "is_normalized",
                 "has_sigmoids",
+                "has_roots",
                 "weighs_inputs",
                 "num_groups",
                 "top_groups",
@@ -95,7 +100,10 @@ class Experts(Structure):
         ("shared_gate", c_void_p),
         *(
             (name, c_void_p)
-            for name in ("router_norm", "input_norm", "output_norm", "shared_output_norm", "scales")
+            for name in (
+                *("router_norm", "input_norm", "output_norm", "shared_output_norm"),
+                *("scales", "table"),
+            )
         ),
     )
 
@@ -109,6 +117,28 @@ class Latent(Structure):
         ("values", POINTER(Matrix)),
         *((name, c_int32) for name in ("kv_rank", "rope", "plain", "value")),
         ("norm_eps", c_float),
+    )
+
+
+class SharedKv(Structure):
+    _fields_ = (
+        ("q_norm", c_void_p),
+        ("kv_norm", c_void_p),
+        ("q_out", Matrix),
+        ("out_groups", POINTER(Matrix)),
+        ("num_groups", c_int32),
+        ("rope", c_int32),
+    )
+
+
+class Compressor(Structure):
+    _fields_ = (
+        ("inputs", Matrix),
+        ("bias", c_void_p * ENTRY_KINDS),
+        ("norm", c_void_p * ENTRY_KINDS),
+        ("dims", c_int32 * ENTRY_KINDS),
+        *((name, c_int32) for name in ("rate", "has_overlap")),
+        *((name, c_int32) for name in ("entry_group", "entry_part", "input_group", "input_part")),
     )
 
 
@@ -126,6 +156,7 @@ class Indexer(Structure):
                 "choice_size",
                 "num_local",
                 "place",
+                "rate",
             )
         ),
         ("key_norm_eps", c_float),
@@ -182,6 +213,23 @@ class AltUp(Structure):
     )
 
 
+class StreamMixture(Structure):
+    _fields_ = (("matrix", Matrix), ("base", c_void_p), ("scale", c_void_p))
+
+
+class LayerStreams(Structure):
+    _fields_ = (("attention", StreamMixture), ("mlp", StreamMixture))
+
+
+class Streams(Structure):
+    _fields_ = (
+        ("head", StreamMixture),
+        ("num", c_int32),
+        ("num_iterations", c_int32),
+        ("eps", c_float),
+    )
+
+
 class Layer(Structure):
     _fields_ = (
         ("attention_norm", c_void_p),
@@ -213,6 +261,9 @@ class Layer(Structure):
         ("has_sparse_gates", c_int32),
         ("gate_deviations", c_float),
         ("alt_up", POINTER(AltUpLayer)),
+        ("shared_kv", POINTER(SharedKv)),
+        ("compressor", POINTER(Compressor)),
+        ("streams", POINTER(LayerStreams)),
     )
 
 
@@ -260,6 +311,7 @@ class Model(Structure):
         ),
         ("layer_inputs", POINTER(LayerInputs)),
         ("alt_up", POINTER(AltUp)),
+        ("streams", POINTER(Streams)),
     )
 
 
@@ -267,7 +319,7 @@ class KvGroup(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("kv", "slots", "block_tables")),
         *((name, c_int64) for name in ("block_bytes", "head_bytes", "layer_bytes")),
-        *((name, c_void_p) for name in ("key_order", "key_scales", "fixed_scales")),
+        *((name, c_void_p) for name in ("key_order", "key_scales", "fixed_scales", "parts")),
     )
 
 
