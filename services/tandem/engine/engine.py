@@ -345,9 +345,10 @@ class Engine:
         return self._tiers.block_hashes(tier, first, end)
 
     def reset_prefix_cache(self) -> int:
-        """Drops all cached blocks that no sequence references, and all copies in tiers. Returns the
-        number of blocks dropped from the pool."""
+        """Drops all cached blocks that no sequence references, all copies in tiers, and the answers
+        that are kept for proposals. Returns the number of blocks dropped from the pool."""
         self._tiers.reset()
+        self._speculator.forget()
         return self._kv.drop_cached()
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
@@ -713,6 +714,8 @@ class Engine:
         stored = sequence.block_hashes[: sequence.num_stored_blocks]
         spec = sequence.spec
         self.kept.keep(spec.cache_salt, spec.retention, stored)
+        if sequence.drafter is not None:
+            self._speculator.keep(spec, sequence.token_ids)
         self._scheduler.withdraw(sequence)
         self._kv.release(sequence.release_tables(), unsafe_blocks)
 

@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
+from tandem.engine.engine import Engine
 from tandem.engine.types import SequenceSpec
-from tests.engine_driver import make_engine, make_spec
+from tests.engine_driver import drive_all, make_engine, make_spec
 from tests.engine_machine import MAX_MODEL_LEN, EngineMachine
 from tests.scripted_drafts import AlwaysSpeculator, speculate
 from tests.toy_runner import VOCABULARY, continuation
@@ -68,3 +69,46 @@ def test_proposals_cause_no_preemption_and_hold_no_block_between_steps() -> None
             assert len(sequence.block_table) <= -(-sequence.num_tokens // 4)
             assert not sequence.num_preemptions
     assert speculator.stats.num_accepted_tokens > 3
+
+
+def test_proposals_evict_no_cached_block() -> None:
+    """The pool has one FREE block, which the answer needs. All others have cached KV."""
+
+    def oracle(spec: SequenceSpec, token_ids: Sequence[int]) -> list[int]:
+        return continuation(list(token_ids), 8) if spec.sequence_id == "new" else []
+
+    engine, _ = make_engine(num_blocks=8, block_size=4)
+    speculate(engine, AlwaysSpeculator(oracle, VOCABULARY, wrong=0.0, seed=1))
+    drive_all(engine, make_spec("old", [*range(20, 40)], max_tokens=1))
+    num_cached = engine._kv.pools[0].num_cached
+    assert num_cached == 5
+    drive_all(engine, make_spec("new", [1, 2, 3, 4, 5, 6], max_tokens=6))
+    assert engine._kv.pools[0].num_dropped == 0
+    assert engine.stats().speculation is not None
+    assert engine.stats().speculation.num_draft_tokens > 0
+
+
+def num_steps(engine: Engine, name: str, **more: Any) -> int:
+    """The number of steps with a token of an answer without repeats."""
+    made = drive_all(engine, make_spec(name, [3, 1, 2], max_tokens=40, **more))
+    assert made.token_ids == {name: continuation([3, 1, 2], 40)}
+    return sum(bool(report.new_tokens) for report in made.reports)
+
+
+def test_answers_are_proposed_to_the_same_tenant_only_and_until_a_reset() -> None:
+    engine, _ = make_engine(num_blocks=100, speculative_config="auto")
+    engine._speculator.num_worthwhile = lambda gains, work: len(gains)  # type: ignore[method-assign]
+    alone = num_steps(engine, "a", cache_salt=b"one")
+    assert num_steps(engine, "b", cache_salt=b"one") < alone / 4
+    assert num_steps(engine, "c", cache_salt=b"other") == alone
+    assert num_steps(engine, "d", cache_salt=b"other") < alone / 4
+    assert num_steps(engine, "e") == alone
+    engine.reset_prefix_cache()
+    assert num_steps(engine, "f", cache_salt=b"one") == alone
+
+
+def test_no_answer_is_kept_if_the_setting_says_so() -> None:
+    setting = '{"method": "suffix", "suffix_decoding_max_cached_requests": 0}'
+    engine, _ = make_engine(num_blocks=100, speculative_config=setting)
+    engine._speculator.num_worthwhile = lambda gains, work: len(gains)  # type: ignore[method-assign]
+    assert num_steps(engine, "a") == num_steps(engine, "b")

@@ -343,6 +343,15 @@ class KvCache:
             covered = min(covered, len(ids))
         return min(num_tokens, covered * size + passed)
 
+    def extend_free(self, tables: BlockTables, num_tokens: int) -> int:
+        """Extends the tables as `extend` does, but takes only FREE blocks, so that no cached block
+        is evicted."""
+        for number, (pool, ids) in enumerate(zip(self.pools, tables.ids, strict=True)):
+            if number not in tables.states:
+                room = (len(ids) + pool.num_free) * self._block_size
+                num_tokens = min(num_tokens, room + tables.num_evicted_tokens)
+        return self.extend(tables, num_tokens)
+
     def trim(self, tables: BlockTables, num_tokens: int) -> None:
         """Releases the blocks at the end of the tables that `num_tokens` tokens do not need. No
         such block may have a hash, or KV that still counts."""

@@ -233,7 +233,8 @@ class Scheduler:
         as far as they are worth their time. A step that computes a prompt gets none.
 
         The caller must compute the planned chunks, and must then release the blocks that only the
-        proposed tokens needed. These blocks are taken last, so no sequence is preempted for them.
+        proposed tokens needed. These blocks are taken last, and only from the FREE ones, so no
+        sequence is preempted and no cached block is evicted for them.
         """
         if schedule.work.prefill_tokens or self._speculator.stats is None:
             return
@@ -261,7 +262,7 @@ class Scheduler:
         for place, count in counts.items():
             tables = schedule.chunks[place].sequence.tables
             num_tokens = schedule.chunks[place].sequence.num_tokens
-            covered = self._kv.extend(tables, num_tokens + count)
+            covered = self._kv.extend_free(tables, num_tokens + count)
             if covered > num_tokens:
                 drafts = proposals[place].token_ids[: covered - num_tokens]
                 schedule.add_drafts(place, drafts)

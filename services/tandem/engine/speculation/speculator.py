@@ -22,6 +22,7 @@ from tandem.common.speculation import Speculated, Speculation, SpeculationStats
 from tandem.engine.speculation.acceptance import Acceptance
 from tandem.engine.speculation.depth import num_worthwhile
 from tandem.engine.speculation.drafter import Drafter
+from tandem.engine.speculation.recent_answers import RecentAnswers, Tenant
 from tandem.engine.types import Mode, SequenceSpec
 
 
@@ -34,6 +35,13 @@ class Speculator:
         self._step_time = step_time
         self._max_model_len = max_model_len
         self._acceptance = Acceptance()
+        self._recent: RecentAnswers | None = None  # None: proposals come from own tokens only
+        if setting is not None and setting.answers_max:
+            self._recent = RecentAnswers(
+                num_tokens=setting.match_min,
+                context=setting.match_max,
+                answers_max=setting.answers_max,
+            )
         self._price: DraftPrice | None = None  # the price in the step that was planned last
         self.stats = None if setting is None else SpeculationStats()  # None: none speculates
 
@@ -47,7 +55,18 @@ class Speculator:
         is_plain = spec.kv_budget is None and spec.mode is not Mode.PREFILL_ONLY
         if self._setting is None or not is_plain:
             return None
-        return Drafter(self._setting, self._acceptance, spec, self._max_model_len)
+        return Drafter(self._setting, self._acceptance, spec, self._max_model_len, self._recent)
+
+    def keep(self, spec: SequenceSpec, token_ids: Sequence[int]) -> None:
+        """Keeps the answer of a sequence that has ended, for the proposals of other sequences.
+        `token_ids` are the tokens of the sequence."""
+        if self._recent is not None:
+            self._recent.add(Tenant.of(spec), token_ids, spec.num_prompt_tokens)
+
+    def forget(self) -> None:
+        """Drops the answers that are kept."""
+        if self._recent is not None:
+            self._recent.clear()
 
     def num_worthwhile(self, gains: Sequence[float], work: StepWork) -> int:
         """Returns how many proposed tokens are worth their time in a step with `work`. `gains` has
@@ -55,13 +74,7 @@ class Speculator:
         self._price = price = self._step_time.draft_price(work)
         if price is None or not price.step_s:
             return 0
-        count = num_worthwhile(
-            gains,
-            num_sequences=work.decode_tokens,
-            step_s=price.step_s,
-            fixed_s=price.fixed_s,
-            token_s=price.token_s,
-        )
+        count = num_worthwhile(gains, num_sequences=work.decode_tokens, price=price)
         if not count:
             self._step_time.skip_drafts(work)
         return count
