@@ -11,6 +11,14 @@ speculation. While the sampled token equals the proposed one, the engine goes on
 
 So the proposals change only the number of steps. The KV of p3 is not counted, hashed or shared. It
 is overwritten when the token in its place is computed.
+
+A state cannot drop a token. So in a model with states, the step computes on a copy of the running
+state, in a scratch slot. If all proposed tokens are accepted, the copy becomes the running state.
+Otherwise it is dropped, none of the step's tokens counts as computed, and the next step computes
+the accepted ones again, from the running state on:
+
+    first step   running state after t8, copy after t9 p1 p2 p3; accepted p1 and p2, sampled x
+    next step    running state after t8: computes t9 p1 p2 x, and samples the token after x
 """
 
 from __future__ import annotations
@@ -25,15 +33,25 @@ from tandem.engine.speculation.drafter import Drafter
 from tandem.engine.speculation.recent_answers import RecentAnswers, Tenant
 from tandem.engine.types import Mode, SequenceSpec
 
+# A model with states computes accepted tokens again, unless all proposed tokens are accepted. So
+# each proposed token counts as two.
+_TIMES_WITH_STATES = 2
+
 
 class Speculator:
     def __init__(
-        self, setting: Speculation | None, step_time: StepTimeModel, max_model_len: int
+        self,
+        setting: Speculation | None,
+        step_time: StepTimeModel,
+        max_model_len: int,
+        *,
+        has_states: bool = False,
     ) -> None:
         """`setting` None: no sequence speculates."""
         self._setting = setting
         self._step_time = step_time
         self._max_model_len = max_model_len
+        self._has_states = has_states
         self._acceptance = Acceptance()
         self._recent: RecentAnswers | None = None  # None: proposals come from own tokens only
         if setting is not None and setting.answers_max:
@@ -71,7 +89,10 @@ class Speculator:
     def num_worthwhile(self, gains: Sequence[float], work: StepWork) -> int:
         """Returns how many proposed tokens are worth their time in a step with `work`. `gains` has
         their probabilities in descending order."""
-        self._price = price = self._step_time.draft_price(work)
+        price = self._step_time.draft_price(work)
+        if price is not None and self._has_states:
+            price = price._replace(token_s=_TIMES_WITH_STATES * price.token_s)
+        self._price = price
         if price is None or not price.step_s:
             return 0
         count = num_worthwhile(gains, num_sequences=work.decode_tokens, price=price)
