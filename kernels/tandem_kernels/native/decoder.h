@@ -387,6 +387,26 @@ struct Measure {
     int32_t num_rows, num_top;  // num_top: at most the vocabulary
 };
 
+// A row of logits, and how its token is sampled (draws.h): the members are those of a Draw in
+// tandem_kernels/sampling.py, with its uniform random number.
+struct Draw {
+    const float* logits;
+    double top_p, uniform;
+    float temperature, min_p;
+    int32_t num, top_k;  // num: of the logits
+};
+
+struct Ranked {  // a token
+    float logit;
+    int32_t id;
+};
+
+struct Draws {
+    const Draw* rows;
+    int32_t* token_ids;  // [num_rows]
+    int32_t num_rows;
+};
+
 struct Scratch;  // buffers of one decoder, which are kept from step to step
 
 // The functions of one instruction set. A step is computed by two calls: the first ends when the
@@ -398,6 +418,7 @@ struct Entry {
     double (*product_gflops)(int num_threads, Kind kind);
     double (*read_gb_per_s)(const float* data, size_t num, int num_threads);
     void (*measure)(const float* logits, int vocab, const Measure&, int num_threads);
+    void (*draw)(const Draws&, int num_threads);
     void (*convolve)(const Convolution&, const Team&);
     void (*scan_states)(const StateScan&, const Team&);
 };

@@ -6,6 +6,7 @@ keep the memory that a struct points to alive.
 
 import functools
 import importlib.machinery
+from collections.abc import Sequence
 from ctypes import (
     CDLL,
     POINTER,
@@ -35,6 +36,8 @@ from tandem_kernels.native.kinds import Stage as Stage
 from tandem_kernels.native.kinds import StateForm as StateForm
 from tandem_kernels.native.kinds import packed_bytes as packed_bytes
 from tandem_kernels.native.kinds import whole_steps as whole_steps
+from tandem_kernels.philox import uniform
+from tandem_kernels.sampling import Draw
 
 # The version of the bits that the kernels compute from the same numbers. It is part of the name of
 # the numerics, and so of block hashes: KV of another version is never reused. Version 2 adds up
@@ -330,6 +333,10 @@ class Measure(Structure):
     )
 
 
+class Draws(Structure):
+    _fields_ = (("rows", c_void_p), ("token_ids", c_void_p), ("num_rows", c_int32))
+
+
 class _Ranks(Structure):
     _fields_ = (
         ("rank", c_int32),
@@ -352,6 +359,14 @@ class RankEnded(Exception):
     """A rank of a tensor-parallel engine has ended, so the others cannot compute any more."""
 
 
+# The struct Draw of decoder.h.
+_DRAW = np.dtype(
+    [
+        *(("logits", np.uint64), ("top_p", np.float64), ("uniform", np.float64)),
+        *(("temperature", np.float32), ("min_p", np.float32)),
+        *(("num", np.int32), ("top_k", np.int32)),
+    ]
+)
 _BLOCK_ARGUMENTS = [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p]
 
 
@@ -374,6 +389,7 @@ class Library:
             "tandem_to_logits": (c_int, [c_void_p, POINTER(Step)]),
             "tandem_final_hidden": (None, [c_void_p, c_void_p, c_int32, c_void_p]),
             "tandem_measure": (None, [c_void_p, c_void_p, POINTER(Measure)]),
+            "tandem_draw": (c_int, [c_char_p, POINTER(Draws), c_int32]),
             "tandem_shared_bytes": (c_int64, [c_int64]),
             "tandem_share": (None, [c_void_p]),
             "tandem_wait_until_taken": (c_int, [c_void_p, c_int32]),
@@ -527,6 +543,28 @@ class Library:
         measure = Measure(*map(address, arrays), num_rows=num_rows, num_top=num_top)
         self._library.tandem_measure(decoder, logits, byref(measure))
         return found
+
+    def draw(
+        self,
+        rows: Sequence[npt.NDArray[np.float32]],
+        draws: Sequence[Draw],
+        num_threads: int,
+        instructions: str | None = None,
+    ) -> list[int]:
+        """Samples an index for each row of fp32 logits, [num]. Raises MemoryError."""
+        fields = [
+            (
+                *(address(row), draw.top_p, uniform(draw.seed, draw.position)),
+                *(draw.temperature, draw.min_p, len(row), draw.top_k),
+            )
+            for row, draw in zip(rows, draws, strict=True)
+        ]
+        found = np.empty(len(rows), np.int32)
+        sent = np.array(fields, _DRAW)
+        wanted = instructions.encode() if instructions else None
+        arguments = Draws(address(sent), address(found), len(rows))
+        self._check(self._library.tandem_draw(wanted, byref(arguments), num_threads))
+        return found.tolist()
 
     def final_hidden(
         self, decoder: int, rows: npt.NDArray[np.int32], hidden_size: int

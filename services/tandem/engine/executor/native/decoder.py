@@ -20,6 +20,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 from ctypes import Array, addressof, c_void_p, pointer
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -173,6 +174,7 @@ class NativeDecoder:
         self._library: Library = library
         self._config = config
         self._instructions = instructions
+        self._draw_rows = partial(library.draw, num_threads=num_threads, instructions=instructions)
         self._memory = memory
         share = WHOLE if memory is None else Share(memory.rank, memory.num_ranks)
         self._packer = Packer(
@@ -305,7 +307,7 @@ class NativeDecoder:
         if rows is not None:
             logits = logits[rows]
             most_likely = [most_likely[row] for row in rows]
-        return sample(logits, draws, most_likely)
+        return sample(logits, draws, most_likely, self._draw_rows)
 
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
