@@ -32,7 +32,7 @@ from tandem.common.worker_load import WorkerLoad
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.cache.layout.kv_groups import divide_pool
+from tandem.engine.cache.layout.kv_groups import divide_pool, num_scratch_slots
 from tandem.engine.executor.sampler import Sampled, StepSampler
 from tandem.engine.image_rows import ImageRows
 from tandem.engine.kept_chains import KeptChains
@@ -102,7 +102,11 @@ class Engine:
         )
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._images = images or ImageRows(None, "the model takes text only")
-        self._kv = KvCache(self.layout, report_tokens=config.report_block_tokens)
+        self._kv = KvCache(
+            self.layout,
+            report_tokens=config.report_block_tokens,
+            num_scratch=num_scratch_slots(config),
+        )
         self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
@@ -110,6 +114,7 @@ class Engine:
             None if runner.why_no_speculation else parse_speculation(config.speculative_config),
             self._step_time,
             self.max_model_len,
+            has_states=self._kv.has_states,
         )
         self._new_sequences = NewSequences(
             runner,
@@ -345,9 +350,10 @@ class Engine:
         return self._tiers.block_hashes(tier, first, end)
 
     def reset_prefix_cache(self) -> int:
-        """Drops all cached blocks that no sequence references, and all copies in tiers. Returns the
-        number of blocks dropped from the pool."""
+        """Drops all cached blocks that no sequence references, all copies in tiers, and the answers
+        that are kept for proposals. Returns the number of blocks dropped from the pool."""
         self._tiers.reset()
+        self._speculator.forget()
         return self._kv.drop_cached()
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
@@ -524,6 +530,8 @@ class Engine:
         sampler = StepSampler(schedule.chunks)
         wait_until = time.perf_counter() + MASK_WAIT_S
         self._grammars.start(sampler.grammars)
+        if scratch := [copy for chunk in schedule.chunks for copy in chunk.scratch]:
+            self._runner.copy_blocks(scratch)
         logits = self._runner.forward(self._batch(schedule), on_kv_written if is_awaited else None)
         self._grammars.wait(wait_until)
         sampled = self._sample(sampler, logits)
@@ -596,7 +604,8 @@ class Engine:
             for one in sampled:
                 grammar = one.sequence.grammar
                 if (grammar is None or not grammar.error) and sampler.is_proposed(one):
-                    self._count(one.sequence, 1)
+                    if not self._kv.has_states:
+                        self._count(one.sequence, 1)
                     one.sequence.append(one.token_id)
                     self._pending.tokens(one.sequence, [one.token_id], "", one.logprobs)
                     accepted.append(one.sequence)
@@ -609,14 +618,23 @@ class Engine:
             sampler.skip_late()
             sampler.start(self._runner, logits)
             sampled = sampler.finish(self._runner, logits)
-        for sequence, *_, drafts in schedule.chunks:
-            if sequence.drafter is not None and drafts:
-                self._speculator.count(
-                    sequence.drafter,
-                    num_accepted[sequence],
-                    len(drafts),
-                    schedule.work.draft_tokens,
-                )
+        sampled_last = {one.sequence for one in ended}
+        for chunk in schedule.chunks:
+            sequence, drafts = chunk.sequence, chunk.drafts
+            if sequence.drafter is None or not drafts:
+                continue
+            self._speculator.count(
+                sequence.drafter,
+                num_accepted[sequence],
+                len(drafts),
+                schedule.work.draft_tokens,
+            )
+            if num_accepted[sequence] == len(drafts) and sequence in sampled_last:
+                self._kv.keep_scratch(sequence.tables, chunk.scratch)
+                if chunk.scratch:
+                    self._count(sequence, sequence.num_missing_tokens)
+            else:
+                self._kv.return_scratch(chunk.scratch)
         return ended
 
     def _batch(self, schedule: Schedule) -> StepBatch:
@@ -644,8 +662,10 @@ class Engine:
 
     def _take(self, sampled: Collection[Sampled], schedule: Schedule) -> None:
         """Appends the sampled tokens to their sequences."""
+        # The running states of these have not taken in the step's tokens, which are computed again.
+        others = {chunk.sequence for chunk in schedule.chunks if chunk.scratch}
         for sequence, _, _ in sampled:
-            if sequence.num_missing_tokens:
+            if sequence.num_missing_tokens and sequence not in others:
                 self._count(sequence, 1)
         schedule.evict()
         for sequence, token_id, logprobs in sampled:
@@ -713,6 +733,8 @@ class Engine:
         stored = sequence.block_hashes[: sequence.num_stored_blocks]
         spec = sequence.spec
         self.kept.keep(spec.cache_salt, spec.retention, stored)
+        if sequence.drafter is not None:
+            self._speculator.keep(spec, sequence.token_ids)
         self._scheduler.withdraw(sequence)
         self._kv.release(sequence.release_tables(), unsafe_blocks)
 

@@ -35,7 +35,8 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
             f"state-dtype is {options.state_dtype}, but no layer of the model keeps a state; "
             "remove state-dtype"
         )
-    if options.speculative_config not in ("off", "auto") and (why := why_no_speculation(model)):
+    why = why_no_speculation(options, model)
+    if options.speculative_config not in ("off", "auto") and why:
         raise ConfigError(
             f"speculative-config is set, but {why}; set speculative-config to off or auto"
         )
@@ -43,10 +44,10 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(f"expert-parallel is set, but {why}; remove expert-parallel")
 
 
-def why_no_speculation(model: ModelConfig) -> str:
+def why_no_speculation(options: EngineOptions, model: ModelConfig) -> str:
     """Returns why no request to a model may speculate; "" if requests may."""
-    if model.has_states:
-        return "some layers of the model keep a state, which cannot drop a rejected token"
+    if model.has_states and options.state_dtype != "float32":
+        return f"state-dtype is {options.state_dtype}; it must be float32"
     if model.shared_kv is not None:
         return "the model has compressed attention, whose KV cannot drop a rejected token"
     return ""

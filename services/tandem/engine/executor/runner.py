@@ -221,7 +221,7 @@ class ModelRunner:
             self.why_no_budgets = "the model has sparse attention"
         if model.shared_kv is not None:
             self.why_no_budgets = "the model has compressed attention"
-        self.why_no_speculation = why_no_speculation(model)
+        self.why_no_speculation = why_no_speculation(config, model)
         if config.speculative_config == "auto" and self.why_no_speculation:
             log.info("no request speculates, because %s", self.why_no_speculation)
         # On a CPU, the host's threads are the device, so there is nothing to overlap.

@@ -233,7 +233,8 @@ class Scheduler:
         as far as they are worth their time. A step that computes a prompt gets none.
 
         The caller must compute the planned chunks, and must then release the blocks that only the
-        proposed tokens needed. These blocks are taken last, so no sequence is preempted for them.
+        proposed tokens needed. These blocks are taken last, and only from the FREE ones, so no
+        sequence is preempted and no cached block is evicted for them.
         """
         if schedule.work.prefill_tokens or self._speculator.stats is None:
             return
@@ -241,8 +242,13 @@ class Scheduler:
         for place, chunk in enumerate(schedule.chunks):
             if chunk.samples and not chunk.all_logits and chunk.sequence.in_decode:
                 proposal = chunk.sequence.propose()
-                if proposal.token_ids:
+                # A state takes in a rejected token only on a scratch slot, so the tokens before it
+                # are computed again. They have no proposed tokens beside them.
+                if proposal.token_ids and (chunk.num_tokens == 1 or not self._kv.has_states):
                     proposals[place] = proposal
+        if self._kv.has_states and len(proposals) > self._kv.num_scratch:
+            best = sorted(proposals, key=lambda place: -sum(proposals[place].probabilities))
+            proposals = {place: proposals[place] for place in best[: self._kv.num_scratch]}
         if not proposals:
             return
         # The probabilities of one proposal descend, so the sort keeps the order of its tokens.
@@ -261,10 +267,10 @@ class Scheduler:
         for place, count in counts.items():
             tables = schedule.chunks[place].sequence.tables
             num_tokens = schedule.chunks[place].sequence.num_tokens
-            covered = self._kv.extend(tables, num_tokens + count)
+            covered = self._kv.extend_free(tables, num_tokens + count)
             if covered > num_tokens:
                 drafts = proposals[place].token_ids[: covered - num_tokens]
-                schedule.add_drafts(place, drafts)
+                schedule.add_drafts(place, drafts, self._kv.take_scratch(tables))
             else:
                 self._kv.trim(tables, num_tokens)
 

@@ -72,6 +72,7 @@ class BlockPool:
         self._quarantined: set[int] = set()
         self._deferred: list[int] | None = None  # None: released blocks become FREE at once
         self._leaving: set[int] = set()
+        self._scratch: list[int] = []  # blocks that only steps use (window_pool.py)
         # Ids of the hashed blocks with Copy.NONE, in the order in which they were stored or last
         # used.
         self._unwritten: dict[int, None] = {}
@@ -454,6 +455,7 @@ class BlockPool:
         assert self._unwritten.keys() == unwritten, "what has no copy is not what is to be written"
         deferred = self._deferred or ()
         states = [*self._free, *self._quarantined, *self._leaving, *deferred, *cached, *expected]
+        states += self._scratch
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert len(states) == len(set(states)) == self.num_blocks, (
             f"free {self.num_free} + used {len(expected)} + cached {len(cached)} + quarantined "
