@@ -21,8 +21,8 @@ import httpx
 from benchmarks.autoscaler.sleeping_engine import AUTOSCALE, GPU, GPUS, LOAD_S, MODULE
 from benchmarks.shared.chats import Chat, Seen, ask
 from benchmarks.shared.cluster import ROOT, Cluster, up
+from benchmarks.shared.random_models import make_tiny_model
 from benchmarks.shared.requests import client_of
-from benchmarks.shared.tiny_model import make_tiny_model
 from tandem.common.config.autoscale import AutoscaleConfig
 
 SIZES_EVERY_S = 0.25

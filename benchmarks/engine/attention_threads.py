@@ -21,13 +21,12 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.shared.random_models import make_llama
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.folder import ModelFolder
-from tandem.models.source import read_folder, resolve
 from tandem_bench.framework import (
     RESULTS,
     Report,
@@ -67,7 +66,16 @@ def main(options: Options = Options()) -> None:
     rows = []
     for num in numbers(options.kv_heads):
         with tempfile.TemporaryDirectory() as path:
-            folder = make_model(Path(path), num, options.layers, max(contexts))
+            folder = make_llama(
+                Path(path),
+                hidden_size=576,
+                intermediate_size=1536,
+                num_hidden_layers=options.layers,
+                num_attention_heads=9,
+                num_key_value_heads=num,
+                max_position_embeddings=max(contexts) + 1,
+                tie_word_embeddings=True,
+            )
             one, several = (
                 Sequence(folder, options.dtype, threads, max(contexts))
                 for threads in (1, options.threads)
@@ -94,27 +102,6 @@ def main(options: Options = Options()) -> None:
             ),
         )
     )
-
-
-def make_model(path: Path, num_kv_heads: int, num_layers: int, context: int) -> ModelFolder:
-    """Writes the model, with the built-in model's tokenizer."""
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=num_layers,
-        num_attention_heads=9,
-        num_key_value_heads=num_kv_heads,
-        max_position_embeddings=context + 1,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    for file in resolve("smollm2").path.iterdir():
-        if not (path / file.name).exists() and file.suffix != ".safetensors":
-            (path / file.name).symlink_to(file)
-    return read_folder(path)
 
 
 class Sequence:

@@ -1,4 +1,4 @@
-"""Measures what edits of logits and log probabilities cost a decode step, in turn.
+"""Measures what sampling, edits of logits and log probabilities cost a decode step, in turn.
 
     python -m benchmarks.engine.edits [--model smollm2] [--batch 32] [--steps 12] [--rounds 8]
         [--cpu-time]
@@ -40,6 +40,9 @@ BIAS = dict.fromkeys(range(1000, 1300), 1.0)
 GRAMMARS = {"mask, most tokens": r"(?s:.){2000}", "mask, few tokens": "[a-z]{2000}"}
 OPTIONS: dict[str, SamplingParams] = {
     PLAIN: SamplingParams(),
+    "temperature 1": SamplingParams(temperature=1),
+    "temperature 1, top_p 0.95": SamplingParams(temperature=1, top_p=0.95),
+    "temperature 1, top_k 20, top_p 0.8": SamplingParams(temperature=1, top_k=20, top_p=0.8),
     **dict.fromkeys(GRAMMARS, SamplingParams()),
     "bias of 300 tokens": SamplingParams(logit_bias=BIAS),
     "penalties": SamplingParams(
@@ -130,7 +133,8 @@ def main(options: Options = Options()) -> None:
     names = count()
 
     def take_turn(name: str) -> float:
-        sampling = replace(OPTIONS[name], temperature=options.temperature)
+        sampling = OPTIONS[name]
+        sampling = replace(sampling, temperature=sampling.temperature or options.temperature)
         specs = [
             sequence(
                 str(next(names)),

@@ -17,15 +17,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
+from benchmarks.shared.random_models import make_llama
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.cache.layout.pool_memory import create_shared, populate
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.models.folder import ModelFolder
-from tandem.models.source import read_folder, resolve
 from tandem_bench.framework import (
     RESULTS,
     Report,
@@ -37,6 +34,14 @@ from tandem_bench.framework import (
     table,
 )
 
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+}
 CONTEXT = 512  # tokens of each sequence that decodes
 WARM_UP = 2
 
@@ -54,7 +59,7 @@ def main(options: Options = Options()) -> None:
     report = Report(options.output)
     batches = numbers(options.batches)
     with tempfile.TemporaryDirectory() as path:
-        folder = make_model(Path(path))
+        folder = make_llama(Path(path), **SIZES)
         alone = Ranks(folder, 1, options.ranks, max(batches))
         several = Ranks(folder, options.ranks, 1, max(batches))
         steps = [(f"decode {batch}", partial(decode_s, batch=batch)) for batch in batches]
@@ -78,26 +83,6 @@ def main(options: Options = Options()) -> None:
             ),
         )
     )
-
-
-def make_model(path: Path) -> ModelFolder:
-    """Writes the model, with the built-in model's tokenizer."""
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    for file in resolve("smollm2").path.iterdir():
-        if not (path / file.name).exists() and file.suffix != ".safetensors":
-            (path / file.name).symlink_to(file)
-    return read_folder(path)
 
 
 class Ranks:

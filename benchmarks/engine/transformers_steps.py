@@ -19,6 +19,7 @@ from random import Random
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.shared.random_models import write_model
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -74,10 +75,7 @@ def make_model(path: Path) -> PreTrainedModel:
     torch.manual_seed(7)
     config = LlamaConfig.from_dict(read_json(folder / "config.json"))
     model = LlamaForCausalLM(config).float().eval()
-    model.save_pretrained(path)
-    for file in folder.iterdir():
-        if not (path / file.name).exists() and file.suffix != ".safetensors":
-            (path / file.name).symlink_to(file)
+    write_model(path, model)
     return model
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 
 from benchmarks.shared.cluster import Cluster, up
+from benchmarks.shared.random_models import make_tiny_model
 from benchmarks.shared.requests import random_prompt
-from benchmarks.shared.tiny_model import make_tiny_model
 from benchmarks.soak.process_growth import HOUR_S, name_of, own_memory_mib, slope_per_hour
 from tandem.router.request.log import REQUESTS_MAX
 from tandem_bench.framework import Report, options, run_main

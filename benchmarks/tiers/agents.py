@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from benchmarks.shared.engines import make_engine, sequence
-from benchmarks.shared.tiny_model import make_tiny_model
+from benchmarks.shared.random_models import make_tiny_model
 from benchmarks.simulator.agents_trace import BLOCK, Request, Trace
 from benchmarks.tiers.policies import CHUNK, DEVICE, PIN_S, POLICIES, Policy
 from tandem.common.perf_model.soonest import TierReach

@@ -11,12 +11,13 @@ order, which is vLLM's:
 A uniform random number then selects one of the kept tokens by their cumulative probability.
 
 A row may be edited first (edits.py). The edit works on a copy, so log probabilities use the
-original logits. Each row is computed separately in numpy on the host, so the result does not depend
-on other rows or on the number of threads.
+original logits. Each row is computed separately on the host, so the result does not depend on
+other rows or on the number of threads. This module uses numpy. The native kernels
+(native/draws.h) draw in the same way, but round the weights differently.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from tandem_kernels.edits import Edit, edited_logits, most_likely_after
+from tandem_kernels.edits import Ids as EditedIds
 from tandem_kernels.philox import uniform
 
 # Stands for a token that cannot be sampled, because a logit of the row is NaN or infinity.
@@ -50,14 +52,25 @@ class Draw:
     edit: Edit | None = None
 
 
+DrawRows = Callable[[Sequence[Floats], Sequence[Draw]], list[int]]
+
+
+def draw_rows(rows: Sequence[Floats], draws: Sequence[Draw]) -> list[int]:
+    """Draws an index of each row of edited logits, by their temperatures above 0 and filters."""
+    return [_draw(row, draw) for row, draw in zip(rows, draws, strict=True)]
+
+
 def sample(
-    logits: torch.Tensor, draws: Sequence[Draw], most_likely: list[int] | None = None
+    logits: torch.Tensor,
+    draws: Sequence[Draw],
+    most_likely: list[int] | None = None,
+    draw_rows: DrawRows = draw_rows,
 ) -> list[int]:
     """Samples a token id for each row of fp32 logits [n, vocab] on any device. The result has
     NO_TOKEN for a row whose largest logit is NaN or infinite; a NaN counts as the largest.
 
     `most_likely` has the most likely token of each row, with the lowest id if several are equally
-    likely. If it is None, this function finds these tokens.
+    likely. If it is None, this function finds these tokens. `draw_rows` is what draws.
     """
     on_host = logits.device.type == "cpu"
     # numpy's argmax is vectorized; torch's takes twelve times as long.
@@ -76,22 +89,22 @@ def sample(
         if token != NO_TOKEN
         and (draw.temperature > 0 or (draw.edit is not None and not draw.edit.keeps(token)))
     ]
-    if sampled:
-        rows = (logits if on_host else logits[sampled].cpu()).numpy()
-        for place, i in enumerate(sampled):
-            tokens[i] = _sample_row(rows[i if on_host else place], draws[i], tokens[i])
+    if not sampled:
+        return tokens
+    rows = (logits if on_host else logits[sampled].cpu()).numpy()
+    drawn: list[tuple[int, Floats, EditedIds | None]] = []
+    for place, i in enumerate(sampled):
+        row, draw = rows[i if on_host else place], draws[i]
+        if draw.edit is None:
+            drawn.append((i, row, None))
+        elif draw.temperature == 0:
+            tokens[i] = most_likely_after(row, draw.edit, tokens[i])
+        else:
+            drawn.append((i, *edited_logits(row, draw.edit)))
+    found = draw_rows([row for _, row, _ in drawn], [draws[i] for i, _, _ in drawn])
+    for (i, _, ids), index in zip(drawn, found, strict=True):
+        tokens[i] = index if ids is None else int(ids[index])
     return tokens
-
-
-def _sample_row(logits: Floats, draw: Draw, most_likely: int) -> int:
-    """Samples the token of one row without changing its logits."""
-    if draw.edit is None:
-        return _draw(logits, draw)
-    if draw.temperature == 0:
-        return most_likely_after(logits, draw.edit, most_likely)
-    edited, ids = edited_logits(logits, draw.edit)
-    token = _draw(edited, draw)
-    return token if ids is None else int(ids[token])
 
 
 def _draw(logits: Floats, draw: Draw) -> int:

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -47,6 +48,7 @@
 #include "experts.h"
 #include "limits.h"
 #include "logprobs.h"
+#include "draws.h"
 #include "state_functions.h"
 
 namespace tandem {
@@ -54,7 +56,7 @@ namespace tandem {
 const Entry amx = {
     amx_code::to_last_kv, amx_code::to_logits, BF16_PAIRS,
     amx_code::product_gflops, amx_code::read_gb_per_s,
-    amx_code::measure, amx_code::convolve,
+    amx_code::measure, amx_code::draw, amx_code::convolve,
     amx_code::scan_states};
 }
 #endif

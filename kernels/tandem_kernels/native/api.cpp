@@ -197,6 +197,12 @@ void tandem_measure(void* decoder, const float* logits, const tandem::Measure* m
     d.entry.measure(logits, d.model.vocab, *measure, d.model.num_threads);
 }
 
+// Samples a token from each row. The members of `draws` are described in decoder.h.
+int tandem_draw(const char* wanted, const tandem::Draws* draws, int32_t num_threads) {
+    const Choice choice = choose(wanted);
+    return guarded([&] { choice.entry->draw(*draws, num_threads); });
+}
+
 // Writes the hidden states after the final norm for `rows` of the last step, [num_rows, hidden].
 // Each row is computed separately, so the bits do not depend on the batch.
 void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, float* to) {

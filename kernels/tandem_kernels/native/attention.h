@@ -21,6 +21,12 @@
 // With sparse attention, an item has rows of one query, and reads only the keys that an indexer has
 // chosen for it (indexer.h). They are numbered in the order of their positions, and tiles are formed
 // of these numbers. If all keys are chosen, the result has the same bits as without an indexer.
+//
+// If a layer has a compressor (compressor.h), rows attend to entries beside the keys in the window.
+// Both have one numbering: the entries that a row sees, or that were chosen for it, have the numbers
+// from 0 on, and the key at position p has the number base + p. `base` is a multiple of kPieceKeys
+// that is no less than the number of entries. So a tile or a piece never has keys of both kinds, and
+// which keys of a kind are in one tile or piece does not depend on `base`.
 
 #include "block_sums.h"
 
@@ -388,6 +394,8 @@ struct Item {
     int group;                               // number of heads that share a KV head
     KeyChoice choice;                        // if keys are chosen, all rows have the same query
     Task task = Task::kAll;
+    // In a layer with a compressor: its rate, and the number of the key at position 0.
+    int rate = 0, base = 0;
     int piece = 0;       // kPiece: the number of the piece
     int num_pieces = 0;  // kMerge: how many pieces there are sums of
     // kPiece and kMerge: the sums of the piece, or of all these pieces. A row has `row_floats`
@@ -474,6 +482,11 @@ struct ItemSums {
 
 // Returns the keys to which a query of an item attends.
 inline Seen keys_seen(const Span& span, int query, const Item& item) {
+    if (item.rate > 0) {
+        const Seen seen = keys_seen(span, query, item.window);
+        const int num = item.choice.blocks == nullptr ? seen.end / item.rate : item.choice.num;
+        return {num, item.base + seen.first, item.base + seen.end};
+    }
     if (item.choice.blocks == nullptr) return keys_seen(span, query, item.window);
     return {0, 0, item.choice.num_keys(keys_seen(span, query, 0).end)};
 }
@@ -482,7 +495,9 @@ inline Seen keys_seen(const Span& span, int query, const Item& item) {
 inline Seen keys_of(const Span& span, const Item& item) {
     const int last_query = (item.first_row + item.num_rows - 1) / item.group;
     Seen seen = keys_seen(span, item.first_row / item.group, item);
-    seen.end = keys_seen(span, last_query, item).end;
+    const Seen last = keys_seen(span, last_query, item);
+    seen.end = last.end;
+    if (item.rate > 0) seen.start = last.start;
     return seen;
 }
 
@@ -504,6 +519,8 @@ struct HeadKv {
     bool has_values;
     KeyChannels channels;
     KeyChoice choice;
+    EntryRows<T> entries;  // without a compressor, the rate is 0
+    int base;              // see Item
     // Keys `begin` to `start` - 1 and keys `first_key` to `num_keys` - 1 are read. If keys are
     // chosen, these are numbers of chosen keys, otherwise positions.
     int begin, start, first_key, num_keys;
@@ -520,16 +537,19 @@ struct HeadKv {
           dim(layer.head_dim),
           of_key(key_row<T>(layer)),
           of_value(value_row<T>(layer)),
-          has_values(layer.latent == nullptr),
+          has_values(layer.latent == nullptr && layer.shared_kv == nullptr),
           channels(key_channels(group, layer, item.kv_head)),
           choice(item.choice),
+          base(item.base),
           begin(item.begin()),
           start(keys_of(step.spans[item.span], item).start),
           first_key(keys_of(step.spans[item.span], item).first),
-          num_keys(item.end(keys_of(step.spans[item.span], item).end)) {}
+          num_keys(item.end(keys_of(step.spans[item.span], item).end)) {
+        if (item.rate > 0) entries = {step, *layer.compressor, step.spans[item.span], 0};
+    }
 
-    // Returns the distance from the keys of a block to the values, in elements. With latent
-    // attention it is 0, because values are a part of the keys.
+    // Returns the distance from the keys of a block to the values, in elements. It is 0 if values
+    // are the keys, or with latent attention a part of them.
     size_t run() const { return has_values ? block_size * of_key : 0; }
 
     // Converts a query to the form in which it is multiplied by the stored keys. In an int4 pool,
@@ -582,6 +602,18 @@ struct HeadKv {
     // address too: `nothing` if they are after the last key that is read, and otherwise the address
     // of some key that is read.
     void tile(int first, int most, const T* nothing, const T** rows) const {
+        if (entries.rate > 0) {
+            for (int i = 0; i < most; ++i) {
+                const int key = first + i, position = key - base;
+                if (key < start)
+                    rows[i] = entries.row(choice.blocks == nullptr ? key : choice.blocks[key]);
+                else if (key >= first_key && key < num_keys)
+                    rows[i] = part(position) + position % block_size * of_key;
+                else
+                    rows[i] = nothing;
+            }
+            return;
+        }
         if (choice.blocks != nullptr) {
             const int num = std::clamp(num_keys - first, 0, most);
             for (int i = 0; i < num; ++i) {

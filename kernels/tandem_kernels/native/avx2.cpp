@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -42,13 +43,14 @@
 #include "experts.h"
 #include "limits.h"
 #include "logprobs.h"
+#include "draws.h"
 #include "state_functions.h"
 
 namespace tandem {
 const Entry avx2 = {
     avx2_code::to_last_kv, avx2_code::to_logits, BF16,
     avx2_code::product_gflops, avx2_code::read_gb_per_s,
-    avx2_code::measure, avx2_code::convolve,
+    avx2_code::measure, avx2_code::draw, avx2_code::convolve,
     avx2_code::scan_states};
 }
 #endif

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -42,13 +43,14 @@
 #include "experts.h"
 #include "limits.h"
 #include "logprobs.h"
+#include "draws.h"
 #include "state_functions.h"
 
 namespace tandem {
 const Entry avx512 = {
     avx512_code::to_last_kv, avx512_code::to_logits, BF16,
     avx512_code::product_gflops, avx512_code::read_gb_per_s,
-    avx512_code::measure, avx512_code::convolve,
+    avx512_code::measure, avx512_code::draw, avx512_code::convolve,
     avx512_code::scan_states};
 }
 #endif

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -45,13 +46,14 @@
 #include "experts.h"
 #include "limits.h"
 #include "logprobs.h"
+#include "draws.h"
 #include "state_functions.h"
 
 namespace tandem {
 const Entry avx512_bf16 = {
     avx512_bf16_code::to_last_kv, avx512_bf16_code::to_logits, BF16_PAIRS,
     avx512_bf16_code::product_gflops, avx512_bf16_code::read_gb_per_s,
-    avx512_bf16_code::measure, avx512_bf16_code::convolve,
+    avx512_bf16_code::measure, avx512_bf16_code::draw, avx512_bf16_code::convolve,
     avx512_bf16_code::scan_states};
 }
 #endif

@@ -75,8 +75,8 @@ struct Gating {
     int32_t activation;
     bool has_gates() const { return activation != RELU_SQUARED; }
     // SILU_GATE: factors on the gate before the activation, and on the result. CLAMPED_GATE: the
-    // factor on the gate in the sigmoid, and the limit.
-    float alpha, limit;
+    // factor on the gate in the sigmoid, the limit, and what is added to the up.
+    float alpha, limit, offset;
 };
 
 constexpr int kStepInputs = 32;  // inputs in one step of a product with weights in pairs
@@ -121,6 +121,7 @@ struct Experts {  // the experts of a layer, which all have one shape, and their
     int32_t num, top_k;
     int32_t is_normalized;  // true: the weights of a row's experts sum to 1, before `scale`
     int32_t has_sigmoids;   // true: the score of an expert is sigmoid(logit), not a softmax
+    int32_t has_roots;      // true: the score is the square root of softplus(logit)
     // true: the weight of an expert multiplies the expert's input instead of its output
     int32_t weighs_inputs;
     int32_t num_groups, top_groups;  // experts are chosen in the `top_groups` best groups; 0: all
@@ -132,6 +133,7 @@ struct Experts {  // the experts of a layer, which all have one shape, and their
     // null: the layer's norm before the MLP is used, and none after.
     const float *router_norm, *input_norm, *output_norm, *shared_output_norm;
     const float* scales;  // [num], factors on the weights of the experts; null: none
+    const int32_t* table;  // [vocab, top_k]: the experts of each token; null: the router chooses
 };
 
 struct Latent {  // see latent.h
@@ -144,11 +146,34 @@ struct Latent {  // see latent.h
     float norm_eps;
 };
 
+// The additional weights of attention with one KV head whose keys are its values (shared_kv.h).
+struct SharedKv {
+    const float* q_norm;       // [q rank]: the norm of the queries' latents
+    const float* kv_norm;      // [head_dim]
+    Matrix q_out;              // [heads * head_dim, q rank]
+    const Matrix* out_groups;  // per group [out rank, heads / groups * head_dim]
+    int32_t num_groups;
+    int32_t rope;  // number of elements of a head that RoPE rotates; they come last
+};
+
+// The compressor of a layer makes attention's entries, and those of the indexer if there is one.
+struct Compressor {  // see compressor.h
+    Matrix inputs;  // [inputs, hidden]: for each kind of entry, the inputs and then the gates
+    const float* bias[2];  // [rate][dim, or 2 dim with overlap]: added to the gates
+    const float* norm[2];  // [dim]
+    int32_t dims[2];       // elements of an entry; 0: there are no entries of this kind
+    int32_t rate;          // number of tokens of a run, from which an entry is made
+    int32_t has_overlap;   // true: an entry is made from the run before, too
+    // The KV groups of the entries and of the inputs, and the numbers of the layer's parts there.
+    // The indexer's entries are the part after attention's.
+    int32_t entry_group, entry_part, input_group, input_part;
+};
+
 struct Indexer {  // see indexer.h
-    // [heads * rounded dim, inputs]. With latent attention, the inputs are the latents of queries,
-    // otherwise the normalized hidden states. Each head has `dim` outputs and then zeros.
+    // [heads * rounded dim, inputs]. If queries have latents, these are the inputs, otherwise the
+    // normalized hidden states. Each head has `dim` outputs and then zeros.
     Matrix queries;
-    Matrix keys;              // [dim, hidden]
+    Matrix keys;              // [dim, hidden]; no outputs: the keys are entries of a compressor
     Matrix head_weights;      // [heads, hidden], if tokens are chosen
     const float* query_norm;  // [dim]: norm of each head's query; null: none
     const float* key_norm;    // [dim]
@@ -158,6 +183,7 @@ struct Indexer {  // see indexer.h
     int32_t choice_size;  // number of tokens in a chosen block; 1: tokens are chosen
     int32_t num_local;    // number of blocks that are always chosen, up to that of the query
     int32_t place;        // index among the indexers of all layers
+    int32_t rate;         // number of tokens of a key: 1, or that of a compressor's entries
     float key_norm_eps;
 };
 
@@ -215,6 +241,23 @@ struct AltUp {  // the copies of the residual stream
 
 constexpr int kCopiesMax = 16;
 
+// How several residual streams become the input of attention, of the MLP, or of the last norm.
+struct StreamMixture {  // see streams.h
+    Matrix matrix;       // [outputs, streams * hidden], fp32
+    const float* base;   // [outputs]
+    const float* scale;  // one for each of up to 3 kinds of outputs
+};
+
+struct LayerStreams {
+    StreamMixture attention, mlp;
+};
+
+struct Streams {
+    StreamMixture head;  // makes the input of the last norm
+    int32_t num, num_iterations;
+    float eps;
+};
+
 struct Layer {  // Norms that the model does not have are null.
     const float* attention_norm;
     const float* attention_post_norm;  // applied to the output of attention
@@ -258,6 +301,9 @@ struct Layer {  // Norms that the model does not have are null.
     int32_t has_sparse_gates;
     float gate_deviations;
     const AltUpLayer* alt_up;  // null: the residual stream has no copies
+    const SharedKv* shared_kv;    // null: keys are not values, except with latent attention
+    const Compressor* compressor; // null: a query attends to no entries
+    const LayerStreams* streams;  // null: the residual stream is one stream
 };
 
 struct Model {
@@ -284,6 +330,7 @@ struct Model {
     float value_scale;    // factor on values
     const LayerInputs* layer_inputs;  // null: tokens have no embeddings for layers
     const AltUp* alt_up;              // null: the residual stream has no copies
+    const Streams* streams;           // null: the residual stream is one stream
 };
 
 struct Span {  // the tokens that a step computes for a sequence: the last ones of its context
@@ -308,6 +355,8 @@ struct KvGroup {  // the pool of some layers, and the slots and block tables in 
     const float* key_scales;
     // F8: static scales, float16 [layers][K, V]; null: each token has its own scales.
     const uint16_t* fixed_scales;
+    // In a group of rows (compressor.h): the offset in bytes of each part of a block.
+    const int64_t* parts;
 };
 
 // The LoRA delta of a product is (x A^T) B^T. A product of fused matrices has a part for each
@@ -387,6 +436,26 @@ struct Measure {
     int32_t num_rows, num_top;  // num_top: at most the vocabulary
 };
 
+// A row of logits, and how its token is sampled (draws.h): the members are those of a Draw in
+// tandem_kernels/sampling.py, with its uniform random number.
+struct Draw {
+    const float* logits;
+    double top_p, uniform;
+    float temperature, min_p;
+    int32_t num, top_k;  // num: of the logits
+};
+
+struct Ranked {  // a token
+    float logit;
+    int32_t id;
+};
+
+struct Draws {
+    const Draw* rows;
+    int32_t* token_ids;  // [num_rows]
+    int32_t num_rows;
+};
+
 struct Scratch;  // buffers of one decoder, which are kept from step to step
 
 // The functions of one instruction set. A step is computed by two calls: the first ends when the
@@ -398,6 +467,7 @@ struct Entry {
     double (*product_gflops)(int num_threads, Kind kind);
     double (*read_gb_per_s)(const float* data, size_t num, int num_threads);
     void (*measure)(const float* logits, int vocab, const Measure&, int num_threads);
+    void (*draw)(const Draws&, int num_threads);
     void (*convolve)(const Convolution&, const Team&);
     void (*scan_states)(const StateScan&, const Team&);
 };

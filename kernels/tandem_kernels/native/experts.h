@@ -12,7 +12,15 @@
 
 namespace tandem::TANDEM_ISA {
 
-inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+inline bool has_own_scores(const Experts& experts) {
+    return experts.has_sigmoids || experts.has_roots;
+}
+
+// Returns the score of an expert that depends on its own logit only.
+inline float own_score(const Experts& experts, float logit) {
+    if (experts.has_sigmoids) return sigmoid(logit);
+    return std::sqrt(logit > 20.0f ? logit : std::log1p(std::exp(logit)));
+}
 
 // Keeps only the experts of the best groups in the ranking. The rank of a group is the rank of its
 // best expert, or with a correction the sum of the ranks of its two best experts. `of_groups` has
@@ -41,8 +49,9 @@ inline void rank_groups(const Experts& experts, float* ranks, float* of_groups) 
 // Computes the weights of the chosen experts: their scores, times `scale`. If is_normalized, the
 // scores are first divided by their sum. `largest` is the largest logit.
 inline void share_all(const Experts& experts, const float* logits, float largest, Chosen* chosen) {
+    const bool are_own = has_own_scores(experts);
     const auto score = [&](float logit) {
-        return experts.has_sigmoids ? sigmoid(logit) : std::exp(logit - largest);
+        return are_own ? own_score(experts, logit) : std::exp(logit - largest);
     };
     float total = 0.0f;
     for (int i = 0; i < experts.top_k; ++i) {
@@ -52,7 +61,7 @@ inline void share_all(const Experts& experts, const float* logits, float largest
     if (!experts.is_normalized) {
         total = 0.0f;
         for (int e = 0; e < experts.num; ++e) total += score(logits[e]);
-        if (experts.has_sigmoids) total = 1.0f;
+        if (are_own) total = 1.0f;
     }
     for (int i = 0; i < experts.top_k; ++i) {
         chosen[i].share = chosen[i].share / total * experts.scale;
@@ -66,14 +75,15 @@ inline void rank_all(const Experts& experts, const float* logits, float largest,
         std::copy(logits, logits + experts.num, ranks);
         return;
     }
+    const bool are_own = has_own_scores(experts);
     float total = 1.0f;
-    if (!experts.has_sigmoids) {
+    if (!are_own) {
         total = 0.0f;
         for (int e = 0; e < experts.num; ++e) total += std::exp(logits[e] - largest);
     }
     for (int e = 0; e < experts.num; ++e) {
         const float score =
-            experts.has_sigmoids ? sigmoid(logits[e]) : std::exp(logits[e] - largest) / total;
+            are_own ? own_score(experts, logits[e]) : std::exp(logits[e] - largest) / total;
         ranks[e] = score + experts.correction[e];
     }
 }
@@ -86,19 +96,22 @@ inline void rank_all(const Experts& experts, const float* logits, float largest,
 //     without correction    logit
 //     with correction       score + correction
 //
-// The score of an expert is the sigmoid of its logit, or a softmax over all logits.
-inline void choose(const Experts& experts, const float* logits, float* ranks, Chosen* chosen) {
+// The score of an expert is the sigmoid of its logit, the square root of softplus of its logit, or a
+// softmax over all logits. `given` has experts that are chosen whatever their ranks are; null: none.
+inline void choose(const Experts& experts, const float* logits, float* ranks, const int32_t* given,
+                   Chosen* chosen) {
     const float largest = *std::max_element(logits, logits + experts.num);
-    rank_all(experts, logits, largest, ranks);
-    if (experts.num_groups > 0) rank_groups(experts, ranks, ranks + experts.num);
+    if (given == nullptr) rank_all(experts, logits, largest, ranks);
+    if (given == nullptr && experts.num_groups > 0)
+        rank_groups(experts, ranks, ranks + experts.num);
     const auto is_taken = [&](int expert, int num) {
         for (int i = 0; i < num; ++i)
             if (chosen[i].expert == expert) return true;
         return false;
     };
     for (int i = 0; i < experts.top_k; ++i) {
-        int best = -1;
-        for (int e = 0; e < experts.num; ++e)
+        int best = given == nullptr ? -1 : given[i];
+        for (int e = 0; given == nullptr && e < experts.num; ++e)
             if ((best < 0 || ranks[e] > ranks[best]) && !is_taken(e, i)) best = e;
         chosen[i].expert = best;
     }
@@ -233,8 +246,11 @@ inline void route(const Model& model, const Layer& layer, const Step& step, cons
     linear(experts.router, normed, {rows.logits, num, Into::kSet}, team);
     team.wait();
     team.each(step.num_rows, [&](int row) {
+        const int32_t* given = experts.table;
+        if (given != nullptr)  // A row may have an embedding in place of a token.
+            given += static_cast<size_t>(std::max(step.token_ids[row], 0)) * experts.top_k;
         choose(experts, rows.logits + row * num, rows.logits + (step.num_rows + 2 * row) * num,
-               &routing.chosen[row * experts.top_k]);
+               given, &routing.chosen[row * experts.top_k]);
     });
     if (team.is_first()) place_all(experts, step.num_rows, routing);
     team.wait();
@@ -328,7 +344,9 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
             norm_output(model, experts.output_norm, sum);
             for (size_t at = 0; at < hidden; ++at) delta[at] += sum[at];
         }
-        add_row(delta, layer.mlp_post_norm, model, rows.hidden + row * hidden);
+        float* const to = rows.hidden + row * hidden;
+        if (layer.streams != nullptr) std::fill(to, to + hidden, 0.0f);  // see streams.h
+        add_row(delta, layer.mlp_post_norm, model, to);
     });
     rows.laps->end(NORM, team.own_thread);
 }

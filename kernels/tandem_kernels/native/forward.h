@@ -81,6 +81,8 @@ inline void rotate(const float* head, const float* cosines, const float* sines, 
         some(i, rest, [rest](const float* from) { return load_some(from, rest); });
 }
 
+inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
 inline void norm_head(float* head, const float* weight, int dim, float eps) {
     const float scale = norm_scale(head, dim, eps);
     for (int i = 0; i < dim; ++i) head[i] = head[i] * scale * weight[i];
@@ -235,7 +237,7 @@ struct ScoreBatch;
 
 struct Rows {  // buffers of a step, shared by all threads
     float *hidden, *input, *projected, *attended, *delta, *rounded, *routed, *logits;
-    float *heads, *queries, *of_heads;  // see latent.h
+    float *heads, *queries, *of_heads;  // see latent.h and shared_kv.h
     Routing routing;
     Laps* laps;
     StepLora lora;
@@ -247,12 +249,15 @@ struct Rows {  // buffers of a step, shared by all threads
     float *index_queries, *index_keys, *index_weights, *scores;
     int32_t* choice;  // [rows][choices][top k]
     const std::vector<ScoreBatch>* batches;
-    float* copies;  // see alt_up.h
+    float* copies;    // see alt_up.h and streams.h
+    float* mixtures;  // see streams.h
 };
 
 }  // namespace tandem::TANDEM_ISA
 
 #include "latent.h"
+#include "shared_kv.h"
+#include "compressor.h"
 #include "indexer.h"
 
 namespace tandem::TANDEM_ISA {
@@ -276,8 +281,10 @@ inline Items items_of(const Model& model, const Step& step, const Layer& layer, 
                       Scratch& scratch) {
     const int group = model.num_heads / layer.num_kv_heads;
     const int most = rows_of_item(model, step);
+    const int rate = layer.compressor == nullptr ? 0 : layer.compressor->rate;
     std::vector<Item> items;
     for (int s = 0; s < step.num_spans; ++s) {
+        const size_t num_before = items.size();
         const Span& span = step.spans[s];
         const int num_queries = num_unchosen(span, layer);
         const int rows = num_queries * group, num = (rows + most - 1) / most;
@@ -295,10 +302,15 @@ inline Items items_of(const Model& model, const Step& step, const Layer& layer, 
                     items.push_back({s, h, query * group + first, std::min(most, group - first),
                                      layer.window, group, chosen});
             }
+        for (size_t i = num_before; rate > 0 && i < items.size(); ++i) {
+            items[i].rate = rate;
+            items[i].base = (span.context_len / rate + kPieceKeys - 1) / kPieceKeys * kPieceKeys;
+        }
     }
     // Chosen keys are not known yet, but their number is.
     const auto keys = [&](const Item& item) {
-        if (item.choice.blocks != nullptr) return Seen{0, 0, item.choice.num * item.choice.size};
+        if (item.choice.blocks != nullptr && rate == 0)
+            return Seen{0, 0, item.choice.num * item.choice.size};
         return keys_of(step.spans[item.span], item);
     };
     // To estimate how long an item takes: reading a key takes as long as multiplying 4 rows by it.
@@ -325,7 +337,11 @@ inline Items items_of(const Model& model, const Step& step, const Layer& layer, 
         size_t room = kPieceFloats;
         for (const Item& item : items) {
             const size_t of_piece = item.num_rows * row_floats;
-            const int most = (keys(item).end + kPieceKeys - 1) / kPieceKeys;
+            const Seen seen = keys(item);
+            const int end = (seen.end + kPieceKeys - 1) / kPieceKeys;
+            const int end_of_start = (seen.start + kPieceKeys - 1) / kPieceKeys;
+            const int first = std::max(seen.first / kPieceKeys, end_of_start);
+            const int most = end_of_start + end - first;  // number of pieces with keys to read
             // The weights of blocks (block_sums.h) are added up by one thread.
             if (most == 1 || work(item) * kItemsOfThread * num_threads <= all ||
                 most * of_piece > room || step.spans[item.span].first_sum >= 0) {
@@ -337,8 +353,9 @@ inline Items items_of(const Model& model, const Step& step, const Layer& layer, 
             part.task = Task::kPiece;
             merge.sums = part.sums = sums;
             merge.row_floats = part.row_floats = row_floats;
-            for (part.piece = 0; part.piece < most; ++part.piece) {
-                if (work(part) == 0) continue;  // a window or a KV budget hides all keys of the piece
+            for (int i = 0; i < most; ++i) {
+                part.piece = i < end_of_start ? i : first + i - end_of_start;
+                if (work(part) == 0) continue;
                 divided.items.push_back(part);
                 part.sums += of_piece;
                 ++merge.num_pieces;
@@ -353,8 +370,8 @@ inline Items items_of(const Model& model, const Step& step, const Layer& layer, 
     return divided;
 }
 
-// The attention items of each layer. Layers with the same window and the same number of KV heads
-// have the same items, if keys are chosen for all of them or for none.
+// The attention items of each layer. Layers with the same window, number of KV heads and rate of
+// compressors have the same items, if keys are chosen for all of them or for none.
 struct LayerItems {
     std::vector<Items> items;
     std::vector<const Layer*> kinds;  // a layer for each of `items`
@@ -370,9 +387,13 @@ struct LayerItems {
     }
 
     size_t kind_of(const Layer& layer) const {
+        const auto rate_of = [](const Layer& each) {
+            return each.compressor == nullptr ? 0 : each.compressor->rate;
+        };
         const auto is_alike = [&](const Layer* other) {
             return other->window == layer.window && other->num_kv_heads == layer.num_kv_heads &&
-                   (other->indexer == nullptr) == (layer.indexer == nullptr);
+                   (other->indexer == nullptr) == (layer.indexer == nullptr) &&
+                   rate_of(*other) == rate_of(layer);
         };
         return std::find_if(kinds.begin(), kinds.end(), is_alike) - kinds.begin();
     }
@@ -382,6 +403,7 @@ struct LayerItems {
 
 // Returns the size of a row in `projected`.
 inline size_t projected_width(const Model& model, const Layer& layer) {
+    if (layer.shared_kv != nullptr) return layer.qkv.out;
     if (layer.latent != nullptr || layer.state != nullptr || layer.num_gates > 0) {
         size_t width = 0;
         for (const Matrix* part = &layer.qkv; part != nullptr; part = part->rest) width += part->out;
@@ -399,13 +421,15 @@ inline size_t projected_width(const Model& model, const Layer& layer) {
 
 #include "alt_up.h"
 #include "layer_inputs.h"
+#include "streams.h"
 #include "state_layer.h"
 
 namespace tandem::TANDEM_ISA {
 
 // Computes a layer up to attention: normalizes the rows, projects them, computes the part that has a
-// state, rotates Q and K, and stores K and V. The queries are then in `projected`, or with latent
-// attention in `queries`. Does the same for the layer's indexer.
+// state, rotates Q and K, and stores K and V. The queries are then in `projected`, or in
+// `queries` with latent attention or if keys are values. Does the same for the layer's indexer and
+// compressor.
 inline void store_kv(const Model& model, const Step& step, int index, const Rows& rows,
                      const Team& team) {
     const Layer& layer = model.layers[index];
@@ -438,6 +462,11 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     if (layer.latent != nullptr) {
         place_latent(model, step, index, rows, team);
         return place_index(model, step, index, rows, team);
+    }
+    if (layer.shared_kv != nullptr) {
+        place_shared_kv(model, step, index, rows, team);
+        place_index(model, step, index, rows, team);
+        return place_entries(model, step, index, rows, team);  // overwrites `projected`
     }
     team.each(step.num_rows, [&](int row) {
         float* heads = rows.projected + row * width;
@@ -566,12 +595,14 @@ inline Inputs attend_layer(const Model& model, const Step& step, int index, cons
                            const Team& team) {
     const Layer& layer = model.layers[index];
     const bool is_latent = layer.latent != nullptr;
-    const float* const queries = is_latent ? rows.queries : rows.projected;
-    const size_t width = is_latent ? static_cast<size_t>(model.num_heads) * layer.head_dim
-                                   : projected_width(model, layer);
+    // True: the output of attention is multiplied by other matrices before attention_out.
+    const bool has_products = is_latent || layer.shared_kv != nullptr;
+    const float* const queries = has_products ? rows.queries : rows.projected;
+    const size_t width = has_products ? static_cast<size_t>(model.num_heads) * layer.head_dim
+                                      : projected_width(model, layer);
     Inputs attended =
-        is_latent ? attended_latents(model, layer, step, rows)
-                  : inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
+        has_products ? attended_latents(model, layer, step, rows)
+                     : inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
     if (layer.has_attention) {
         choose_keys(model, step, index, rows, buffer, team);
         for (const std::vector<Item>* each : {&items.items, &items.merges}) {
@@ -588,6 +619,8 @@ inline Inputs attend_layer(const Model& model, const Step& step, int index, cons
         rows.laps->end(ATTENTION, team.own_thread);
     }
     if (is_latent) attended = values_of_heads(model, index, step, rows, buffer, team);
+    if (layer.shared_kv != nullptr)
+        attended = products_of_groups(model, index, step, rows, buffer, team);
     return attended;
 }
 
@@ -599,15 +632,21 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
     if (layer.has_attention || layer.state != nullptr) {
         const Inputs attended = attend_layer(model, step, index, rows, items, sums, buffer, team);
         if (model.is_parallel) return add_parallel(model, index, step, attended, rows, team);
+        if (layer.streams != nullptr) clear_hidden(model, step, rows, team);
         add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT,
                     rows, index, &LoraLayer::attention_out, team);
         add_laurel(model, index, step, rows, team);
+        if (layer.streams != nullptr) {
+            add_to_streams(model, layer.streams->attention, step, rows, team);
+            collapse_streams(model, layer.streams->mlp, step, rows, team);
+        }
     }
     if (!layer.has_mlp) return;
     if (layer.experts != nullptr)
         add_experts(model, index, step, rows, team);
     else
         add_mlp(model, index, step, rows, team);
+    if (layer.streams != nullptr) add_to_streams(model, layer.streams->mlp, step, rows, team);
     correct_copies(model, index, step, rows, team);
     if (layer.input != nullptr) add_layer_input(model, index, step, rows, team);
     scale_hidden(model, layer.scalar, step, rows, team);
@@ -632,11 +671,14 @@ inline Rows rows_of(const Model& model, const Step& step,
         if (layer.state != nullptr)
             narrow = std::max({narrow, layer.state->decay_out.in, layer.state->gate_out.in});
         if (layer.alt_up != nullptr) laurel = std::max(laurel, layer.alt_up->left.out);
+        if (layer.compressor != nullptr) heads = std::max(heads, layer.compressor->inputs.out);
     }
     const int of_layer = model.layer_inputs == nullptr ? 0 : model.layer_inputs->size;
     const int inner = std::max({model.inner, of_layer, laurel}), hidden = model.hidden;
     for (Buffer& buffer : scratch.of_thread) buffer.of(attention_floats(model, step));
     const LatentFloats latent(model, rows);
+    const SharedKvFloats shared(model, rows);
+    const StreamFloats streams(model, rows);
     size_t projected =
         std::max(rows * std::max({heads, 2 * inner, whole_steps(inner)}), latent.projected);
     size_t routed = 0, logits = 0;
@@ -659,10 +701,13 @@ inline Rows rows_of(const Model& model, const Step& step,
     rounded = std::max(rounded, scratch.expanded_floats * model.num_threads * scratch.ranks.num);
     const IndexFloats index(model, rows, batches);
     float* const of_index = scratch.index.of(index.queries + index.keys + index.weights);
-    const int num_copies = model.alt_up == nullptr ? 0 : model.alt_up->num;
+    const int num_copies = model.alt_up != nullptr    ? model.alt_up->num
+                           : model.streams != nullptr ? model.streams->num
+                                                      : 0;
     return {scratch.hidden.of(rows * hidden),
             scratch.input.of(
-                std::max(input_floats(rows, std::max({inner, hidden, narrow})), latent.input)),
+                std::max({input_floats(rows, std::max({inner, hidden, narrow})), latent.input,
+                          shared.input, streams.input})),
             scratch.projected.of(projected),
             scratch.attended.of(
                 std::max(input_floats(rows, attended), latent.attended)),
@@ -670,9 +715,9 @@ inline Rows rows_of(const Model& model, const Step& step,
             scratch.rounded.of(rounded),
             scratch.routed.of(routed),
             scratch.logits.of(logits),
-            scratch.heads.of(latent.heads),
-            scratch.queries.of(latent.queries),
-            scratch.of_heads.of(latent.of_heads),
+            scratch.heads.of(std::max(latent.heads, shared.heads)),
+            scratch.queries.of(std::max(latent.queries, shared.queries)),
+            scratch.of_heads.of(std::max(latent.of_heads, shared.of_heads)),
             routing,
             &scratch.laps,
             lora_of(model, step, scratch),
@@ -685,7 +730,8 @@ inline Rows rows_of(const Model& model, const Step& step,
             scratch.scores.of(index.scores),
             reinterpret_cast<int32_t*>(scratch.choice.of(index.choice)),
             &batches,
-            scratch.copies.of(rows * num_copies * hidden)};
+            scratch.copies.of(rows * num_copies * hidden),
+            scratch.mixtures.of(streams.mixtures)};
 }
 
 inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
@@ -706,9 +752,12 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
         if (model.layer_inputs != nullptr) compute_layer_inputs(model, step, rows, team);
         if (model.alt_up != nullptr)
             multiply_copies(model, model.alt_up->make, step, rows, false, team);
+        if (model.streams != nullptr) start_streams(model, step, rows, team);
         rows.laps->end(EMBED, team.own_thread);
         for (int index = 0; index < model.num_layers; ++index) {
             predict_copies(model, index, step, rows, team);
+            if (model.streams != nullptr)
+                collapse_streams(model, model.layers[index].streams->attention, step, rows, team);
             store_kv(model, step, index, rows, team);
             if (index + 1 < model.num_layers)
                 finish_layer(model, step, index, rows, items.of(model.layers[index]), sums, buffer,
@@ -797,6 +846,8 @@ inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
         finish_layer(model, step, model.num_layers - 1, rows, items, sums, buffer, team);
         if (model.alt_up != nullptr)
             multiply_copies(model, model.alt_up->merge, step, rows, true, team);
+        if (model.streams != nullptr)
+            collapse_streams(model, model.streams->head, step, rows, team);
         team.each(step.num_logit_rows, [&](int i) {
             norm_hidden(model, rows.hidden + static_cast<size_t>(step.logit_rows[i]) * model.hidden,
                         model.final_norm, last.row(i));

@@ -5,7 +5,7 @@
 //     clamped      f(x) = alpha x
 //
 // With `clamped`, `gate` is first clamped to at most `limit`, and `up` is clamped to the range
-// -limit to limit. Then 1 is added to `up`.
+// -limit to limit. Then `offset` is added to `up`.
 
 namespace tandem::TANDEM_ISA {
 
@@ -19,7 +19,7 @@ inline void clamp_gate(Floats& gate, Floats& up, const Gating& gating) {
     if (gating.activation != CLAMPED_GATE) return;
     const Floats most = all(gating.limit);
     gate = gate < most ? gate : most;
-    up = max(up < most ? up : most, -most) + 1.0f;
+    up = max(up < most ? up : most, -most) + gating.offset;
 }
 
 inline Floats gated(Floats gate, Floats up, const Gating& gating) {

@@ -12,6 +12,9 @@
 // 3. The tokens or blocks with the highest scores, in ascending order of positions. Of equal scores,
 //    those at lower positions are chosen. attention.h reads only the chosen keys.
 //
+// If the layer has a compressor, the keys are the entries that it has made for the indexer
+// (compressor.h), and the indexer chooses entries. `rate` is then the number of tokens of an entry.
+//
 // The scores of all queries may not fit in memory, so queries are computed in batches. The threads
 // take parts of the keys of some queries. The bits of a score depend on its query and key only.
 
@@ -30,9 +33,12 @@ inline int num_choices(const Indexer& indexer) {
 // They come first. They attend to all keys.
 inline int num_unchosen(const Span& span, const Layer& layer) {
     if (layer.indexer == nullptr) return span.num_queries;
-    const int64_t most = static_cast<int64_t>(layer.indexer->top_k) * layer.indexer->choice_size;
+    const Indexer& indexer = *layer.indexer;
+    // A query at position p sees (p + 1) / rate keys.
+    const int64_t most = static_cast<int64_t>(indexer.top_k) * indexer.choice_size;
+    const int64_t end = (most + 1) * indexer.rate - 1;
     const int before = span.context_len - span.num_queries;
-    return static_cast<int>(std::clamp<int64_t>(most - before, 0, span.num_queries));
+    return static_cast<int>(std::clamp<int64_t>(end - before, 0, span.num_queries));
 }
 
 // Returns the keys that are chosen for a query and a KV head. `choice` is that of Rows. The first
@@ -65,13 +71,22 @@ inline int num_blocks(int num_keys, const Indexer& indexer) {
     return (num_keys + indexer.choice_size - 1) / indexer.choice_size;
 }
 
+// Returns the number of scores of a query for one choice. All queries of a span have as many.
+inline size_t num_scores(const Span& span, const Indexer& indexer) {
+    return num_blocks(span.context_len / indexer.rate, indexer);
+}
+
+// Returns the number of the indexer's keys that a query sees.
+inline int num_seen(const Span& span, int query, const Indexer& indexer) {
+    return keys_seen(span, query, 0).end / indexer.rate;
+}
+
 // Adds queries of a span to a batch.
 inline void add_queries(const Step& step, const Indexer& indexer, int span, int first, int num,
                         ScoreBatch& batch) {
     const Span& of = step.spans[span];
-    const size_t of_query =
-        static_cast<size_t>(num_choices(indexer)) * num_blocks(of.context_len, indexer);
-    const int num_keys = of.context_len - of.num_queries + first + num;
+    const size_t of_query = num_choices(indexer) * num_scores(of, indexer);
+    const int num_keys = num_seen(of, first + num - 1, indexer);
     const int each = num_blocks(kScoredKeys, indexer) * indexer.choice_size;
     for (int key = 0; key < num_keys; key += each)
         batch.items.push_back(
@@ -91,8 +106,7 @@ inline std::vector<ScoreBatch> score_batches(const Model& model, const Step& ste
     const Indexer& indexer = *layer->indexer;
     for (int index = 0; index < step.num_spans; ++index) {
         const Span& span = step.spans[index];
-        const size_t of_query =
-            static_cast<size_t>(num_choices(indexer)) * num_blocks(span.context_len, indexer);
+        const size_t of_query = num_choices(indexer) * num_scores(span, indexer);
         for (int query = num_unchosen(span, *layer), num; query < span.num_queries; query += num) {
             if (batches.empty() || batches.back().num_scores + of_query > kScoresMax)
                 batches.emplace_back();
@@ -130,20 +144,23 @@ inline void norm_index_key(const Indexer& indexer, float* key) {
         key[i] = (key[i] - mean) * scale * indexer.key_norm[i] + indexer.key_bias[i];
 }
 
-// Computes the queries, keys and weights of a layer's indexer, and stores the keys in the pool. With
-// latent attention, the latents of the queries are in `projected`.
+// Computes the queries, keys and weights of a layer's indexer, and stores the keys in the pool. The
+// latents of the queries are in `projected`, if the model has them.
 inline void place_index(const Model& model, const Step& step, int index, const Rows& rows,
                         const Team& team) {
     const Layer& layer = model.layers[index];
     if (layer.indexer == nullptr || layer.shares_choice) return;
     const Indexer& indexer = *layer.indexer;
     const Latent* const latent = layer.latent;
+    const SharedKv* const shared = layer.shared_kv;
+    const bool has_own_keys = indexer.keys.out > 0;
     const auto multiply = [&](const Matrix& matrix, bool is_of_latents, float* to) {
         const Inputs inputs = inputs_of(matrix, rows.input, step.num_rows, rows.rounded);
         team.each(step.num_rows, [&](int row) {
             if (is_of_latents)
-                norm_row(rows.projected + static_cast<size_t>(row) * layer.qkv.out, latent->q_norm,
-                         latent->norm_eps, inputs.row(row));
+                norm_row(rows.projected + static_cast<size_t>(row) * layer.qkv.out,
+                         shared == nullptr ? latent->q_norm : shared->q_norm,
+                         shared == nullptr ? latent->norm_eps : model.norm_eps, inputs.row(row));
             else
                 norm_hidden(model, rows.hidden + static_cast<size_t>(row) * model.hidden,
                             layer.attention_norm, inputs.row(row));
@@ -151,16 +168,20 @@ inline void place_index(const Model& model, const Step& step, int index, const R
         linear(matrix, inputs, {to, static_cast<size_t>(matrix.out), Into::kSet}, team);
         team.wait();
     };
-    multiply(indexer.keys, false, rows.index_keys);
-    multiply(indexer.queries, latent != nullptr, rows.index_queries);
+    if (has_own_keys) multiply(indexer.keys, false, rows.index_keys);
+    multiply(indexer.queries, latent != nullptr || shared != nullptr, rows.index_queries);
     if (indexer.head_weights.out > 0) multiply(indexer.head_weights, false, rows.index_weights);
     rows.laps->end(QKV, team.own_thread);
     const int dim = indexer.dim, rounded = rounded_dim(indexer);
-    const int rope_dim = latent == nullptr ? layer.head_dim : latent->rope;
+    const int rope_dim = latent != nullptr ? latent->rope
+                                           : shared != nullptr ? shared->rope : layer.head_dim;
     team.each(step.num_rows, [&](int row) {
         const size_t angle = layer.rope * step.table_floats +
                              static_cast<size_t>(step.positions[row]) * (rope_dim / 2);
         const auto turn = [&](float* head) {
+            if (shared != nullptr)
+                return rotate_last_pairs(head, dim, step.cosines + angle, step.sines + angle,
+                                         shared->rope, 1.0f);
             rotate(head, step.cosines + angle, step.sines + angle, indexer.rope, 1.0f, head);
         };
         float* query = rows.index_queries + static_cast<size_t>(row) * indexer.queries.out;
@@ -169,6 +190,7 @@ inline void place_index(const Model& model, const Step& step, int index, const R
                 norm_head(query, indexer.query_norm, dim, model.norm_eps);
             turn(query);
         }
+        if (!has_own_keys) return;
         float* const key = rows.index_keys + static_cast<size_t>(row) * dim;
         norm_index_key(indexer, key);
         turn(key);
@@ -208,7 +230,9 @@ void score_item(const Step& step, const Layer& layer, const ScoreItem& item, con
     const Span& span = step.spans[item.span];
     const int32_t* const table = step.group_of(layer).block_tables + span.first_table_entry;
     const int dim = indexer.dim, rounded = rounded_dim(indexer), num_heads = indexer.num_heads;
-    const int blocks = num_blocks(span.context_len, indexer), size = indexer.choice_size;
+    const int blocks = num_scores(span, indexer), size = indexer.choice_size;
+    const EntryRows<T> entries =
+        indexer.keys.out > 0 ? EntryRows<T>{} : EntryRows<T>{step, *layer.compressor, span, 1};
     const bool is_of_tokens = indexer.head_weights.out > 0;
     uint32_t* const turned = reinterpret_cast<uint32_t*>(buffer);
     T* const padded = reinterpret_cast<T*>(buffer + static_cast<size_t>(kKeys) * rounded);
@@ -230,8 +254,9 @@ void score_item(const Step& step, const Layer& layer, const ScoreItem& item, con
         const T* keys[kKeys];
         for (int i = 0; i < num; ++i) {
             const int key = first + i;
-            keys[i] = index_key<T>(step, layer, table[key / step.block_size],
-                                   key % step.block_size);
+            keys[i] = entries.rate > 0 ? entries.row(key)
+                                       : index_key<T>(step, layer, table[key / step.block_size],
+                                                      key % step.block_size);
             if (dim == rounded) continue;
             keys[i] = static_cast<T*>(std::memcpy(padded + i * rounded, keys[i], sizeof(T) * dim));
         }
@@ -239,7 +264,7 @@ void score_item(const Step& step, const Layer& layer, const ScoreItem& item, con
         transpose(keys, 0, num_turned, rounded, turned);
         for (int i = 0; i < item.num_queries; ++i) {
             const int query = item.first_query + i;
-            const int seen = std::min(keys_seen(span, query, 0).end - first, num);
+            const int seen = std::min(num_seen(span, query, indexer) - first, num);
             if (seen <= 0) continue;
             const size_t row = span.first_row + query;
             const float* const queries = rows.index_queries + row * indexer.queries.out;
@@ -305,9 +330,9 @@ inline void take_highest(const float* scores, int num, int top, int32_t* to) {
 inline void choose_of_query(const Step& step, const Indexer& indexer, const ChoosingQuery& query,
                             int number, const Rows& rows) {
     const Span& span = step.spans[query.span];
-    float* const scores = rows.scores + query.first_score +
-                          static_cast<size_t>(number) * num_blocks(span.context_len, indexer);
-    const int num = num_blocks(keys_seen(span, query.query, 0).end, indexer);
+    float* const scores =
+        rows.scores + query.first_score + number * num_scores(span, indexer);
+    const int num = num_blocks(num_seen(span, query.query, indexer), indexer);
     std::fill(scores + std::max(num - indexer.num_local, 0), scores + num, INFINITY);
     const KeyChoice choice =
         choice_of(indexer, rows.choice, span.first_row + query.query, number);
@@ -347,7 +372,7 @@ struct IndexFloats {
             // Rounded up, so that each part begins at a cache line.
             const size_t rounded_rows = (num_rows + kPanel - 1) / kPanel * kPanel;
             queries = rounded_rows * indexer->queries.out;
-            keys = rounded_rows * indexer->dim;
+            keys = indexer->keys.out == 0 ? 0 : rounded_rows * indexer->dim;
             weights = rounded_rows * indexer->head_weights.out;
             choice = num_rows * num_choices(*indexer) * indexer->top_k;
         }

@@ -163,6 +163,34 @@ inline void widen_latent(const Int8Latent<R>* latent, const Int8Latent<R>* rotat
     std::memcpy(to + rank, rotated, rope * sizeof(R));
 }
 
+// The rows of one kind of entries that a sequence has in the pool (compressor.h). An entry is in the
+// block of the last token of its run. A block has room for at least one entry.
+template <class T>
+struct EntryRows {
+    char* first = nullptr;  // address of the first row of block 0
+    const int32_t* table = nullptr;
+    int64_t block_bytes = 0;
+    int block_size = 0, rate = 0, dim = 0;
+
+    EntryRows() = default;
+
+    EntryRows(const Step& step, const Compressor& compressor, const Span& span, int kind) {
+        const KvGroup& group = step.groups[compressor.entry_group];
+        first = static_cast<char*>(group.kv) + group.parts[compressor.entry_part + kind];
+        table = group.block_tables + span.first_table_entry;
+        block_bytes = group.block_bytes;
+        block_size = step.block_size;
+        rate = compressor.rate;
+        dim = compressor.dims[kind];
+    }
+
+    T* row(int number) const {
+        const int64_t last = static_cast<int64_t>(number + 1) * rate - 1;
+        char* const block = first + table[last / block_size] * block_bytes;
+        return reinterpret_cast<T*>(block) + last % block_size / rate * dim;
+    }
+};
+
 // Calls `work` with a value of the pool's row type.
 template <class Work>
 inline void by_kv_kind(const Step& step, Work work) {

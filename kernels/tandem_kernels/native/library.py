@@ -6,6 +6,7 @@ keep the memory that a struct points to alive.
 
 import functools
 import importlib.machinery
+from collections.abc import Sequence
 from ctypes import (
     CDLL,
     POINTER,
@@ -35,6 +36,8 @@ from tandem_kernels.native.kinds import Stage as Stage
 from tandem_kernels.native.kinds import StateForm as StateForm
 from tandem_kernels.native.kinds import packed_bytes as packed_bytes
 from tandem_kernels.native.kinds import whole_steps as whole_steps
+from tandem_kernels.philox import uniform
+from tandem_kernels.sampling import Draw
 
 # The version of the bits that the kernels compute from the same numbers. It is part of the name of
 # the numerics, and so of block hashes: KV of another version is never reused. Version 2 adds up
@@ -42,12 +45,16 @@ from tandem_kernels.native.kinds import whole_steps as whole_steps
 BITS_VERSION = 2
 _RANK_ENDED = 2  # the status that functions of api.cpp return if another rank has ended
 SECTIONS_MAX = 3  # sections of the channels of a layer's convolution
-COPIES_MAX = 16  # copies of the residual stream (kCopiesMax of decoder.h)
+COPIES_MAX = 16  # copies of the residual stream, or streams (kCopiesMax of decoder.h)
+ENTRY_KINDS = 2  # kinds of entries: those of attention, and those of an indexer
 _UNIT_INPUTS = 64  # quantized weights: the number of inputs is padded to a multiple of 64
 
 
 class Gating(Structure):
-    _fields_ = (("activation", c_int32), ("alpha", c_float), ("limit", c_float))
+    _fields_ = (
+        ("activation", c_int32),
+        *((name, c_float) for name in ("alpha", "limit", "offset")),
+    )
 
 
 class Matrix(Structure):
@@ -83,6 +90,7 @@ class Experts(Structure):
                 "top_k",
                 "is_normalized",
                 "has_sigmoids",
+                "has_roots",
                 "weighs_inputs",
                 "num_groups",
                 "top_groups",
@@ -92,7 +100,10 @@ class Experts(Structure):
         ("shared_gate", c_void_p),
         *(
             (name, c_void_p)
-            for name in ("router_norm", "input_norm", "output_norm", "shared_output_norm", "scales")
+            for name in (
+                *("router_norm", "input_norm", "output_norm", "shared_output_norm"),
+                *("scales", "table"),
+            )
         ),
     )
 
@@ -106,6 +117,28 @@ class Latent(Structure):
         ("values", POINTER(Matrix)),
         *((name, c_int32) for name in ("kv_rank", "rope", "plain", "value")),
         ("norm_eps", c_float),
+    )
+
+
+class SharedKv(Structure):
+    _fields_ = (
+        ("q_norm", c_void_p),
+        ("kv_norm", c_void_p),
+        ("q_out", Matrix),
+        ("out_groups", POINTER(Matrix)),
+        ("num_groups", c_int32),
+        ("rope", c_int32),
+    )
+
+
+class Compressor(Structure):
+    _fields_ = (
+        ("inputs", Matrix),
+        ("bias", c_void_p * ENTRY_KINDS),
+        ("norm", c_void_p * ENTRY_KINDS),
+        ("dims", c_int32 * ENTRY_KINDS),
+        *((name, c_int32) for name in ("rate", "has_overlap")),
+        *((name, c_int32) for name in ("entry_group", "entry_part", "input_group", "input_part")),
     )
 
 
@@ -123,6 +156,7 @@ class Indexer(Structure):
                 "choice_size",
                 "num_local",
                 "place",
+                "rate",
             )
         ),
         ("key_norm_eps", c_float),
@@ -179,6 +213,23 @@ class AltUp(Structure):
     )
 
 
+class StreamMixture(Structure):
+    _fields_ = (("matrix", Matrix), ("base", c_void_p), ("scale", c_void_p))
+
+
+class LayerStreams(Structure):
+    _fields_ = (("attention", StreamMixture), ("mlp", StreamMixture))
+
+
+class Streams(Structure):
+    _fields_ = (
+        ("head", StreamMixture),
+        ("num", c_int32),
+        ("num_iterations", c_int32),
+        ("eps", c_float),
+    )
+
+
 class Layer(Structure):
     _fields_ = (
         ("attention_norm", c_void_p),
@@ -210,6 +261,9 @@ class Layer(Structure):
         ("has_sparse_gates", c_int32),
         ("gate_deviations", c_float),
         ("alt_up", POINTER(AltUpLayer)),
+        ("shared_kv", POINTER(SharedKv)),
+        ("compressor", POINTER(Compressor)),
+        ("streams", POINTER(LayerStreams)),
     )
 
 
@@ -257,6 +311,7 @@ class Model(Structure):
         ),
         ("layer_inputs", POINTER(LayerInputs)),
         ("alt_up", POINTER(AltUp)),
+        ("streams", POINTER(Streams)),
     )
 
 
@@ -264,7 +319,7 @@ class KvGroup(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("kv", "slots", "block_tables")),
         *((name, c_int64) for name in ("block_bytes", "head_bytes", "layer_bytes")),
-        *((name, c_void_p) for name in ("key_order", "key_scales", "fixed_scales")),
+        *((name, c_void_p) for name in ("key_order", "key_scales", "fixed_scales", "parts")),
     )
 
 
@@ -330,6 +385,10 @@ class Measure(Structure):
     )
 
 
+class Draws(Structure):
+    _fields_ = (("rows", c_void_p), ("token_ids", c_void_p), ("num_rows", c_int32))
+
+
 class _Ranks(Structure):
     _fields_ = (
         ("rank", c_int32),
@@ -352,6 +411,14 @@ class RankEnded(Exception):
     """A rank of a tensor-parallel engine has ended, so the others cannot compute any more."""
 
 
+# The struct Draw of decoder.h.
+_DRAW = np.dtype(
+    [
+        *(("logits", np.uint64), ("top_p", np.float64), ("uniform", np.float64)),
+        *(("temperature", np.float32), ("min_p", np.float32)),
+        *(("num", np.int32), ("top_k", np.int32)),
+    ]
+)
 _BLOCK_ARGUMENTS = [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p]
 
 
@@ -374,6 +441,7 @@ class Library:
             "tandem_to_logits": (c_int, [c_void_p, POINTER(Step)]),
             "tandem_final_hidden": (None, [c_void_p, c_void_p, c_int32, c_void_p]),
             "tandem_measure": (None, [c_void_p, c_void_p, POINTER(Measure)]),
+            "tandem_draw": (c_int, [c_char_p, POINTER(Draws), c_int32]),
             "tandem_shared_bytes": (c_int64, [c_int64]),
             "tandem_share": (None, [c_void_p]),
             "tandem_wait_until_taken": (c_int, [c_void_p, c_int32]),
@@ -527,6 +595,28 @@ class Library:
         measure = Measure(*map(address, arrays), num_rows=num_rows, num_top=num_top)
         self._library.tandem_measure(decoder, logits, byref(measure))
         return found
+
+    def draw(
+        self,
+        rows: Sequence[npt.NDArray[np.float32]],
+        draws: Sequence[Draw],
+        num_threads: int,
+        instructions: str | None = None,
+    ) -> list[int]:
+        """Samples an index for each row of fp32 logits, [num]. Raises MemoryError."""
+        fields = [
+            (
+                *(address(row), draw.top_p, uniform(draw.seed, draw.position)),
+                *(draw.temperature, draw.min_p, len(row), draw.top_k),
+            )
+            for row, draw in zip(rows, draws, strict=True)
+        ]
+        found = np.empty(len(rows), np.int32)
+        sent = np.array(fields, _DRAW)
+        wanted = instructions.encode() if instructions else None
+        arguments = Draws(address(sent), address(found), len(rows))
+        self._check(self._library.tandem_draw(wanted, byref(arguments), num_threads))
+        return found.tolist()
 
     def final_hidden(
         self, decoder: int, rows: npt.NDArray[np.int32], hidden_size: int

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -35,12 +36,13 @@
 #include "experts.h"
 #include "limits.h"
 #include "logprobs.h"
+#include "draws.h"
 #include "state_functions.h"
 
 namespace tandem {
 const Entry plain = {
     plain_code::to_last_kv, plain_code::to_logits, BF16,
     plain_code::product_gflops, plain_code::read_gb_per_s,
-    plain_code::measure, plain_code::convolve,
+    plain_code::measure, plain_code::draw, plain_code::convolve,
     plain_code::scan_states};
 }

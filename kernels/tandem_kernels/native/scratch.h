@@ -108,7 +108,8 @@ struct Scratch {
     Buffer block_shares;              // see block_sums.h
     Buffer layer_inputs;              // see layer_inputs.h
     Buffer index, scores, choice;     // see indexer.h
-    Buffer copies;                    // see alt_up.h
+    Buffer copies;                    // see alt_up.h and streams.h
+    Buffer mixtures;                  // see streams.h
     Buffer piece_sums;                // see Item::sums
     std::vector<std::size_t> first_shares;
     Buffer chosen, choices, first;  // the arrays of Routing
@@ -127,7 +128,7 @@ struct Scratch {
              {&hidden, &input, &projected, &attended, &delta, &rounded, &last, &gates, &routed,
               &logits, &heads, &queries, &of_heads, &block_shares, &chosen, &choices, &first,
               &largest, &layer_inputs, &index, &scores, &choice, &copies,
-              &piece_sums}) {
+              &mixtures, &piece_sums}) {
             buffer->share(at, ranks.buffer_bytes);
             at += ranks.buffer_bytes;
         }
@@ -148,6 +149,6 @@ struct Scratch {
     }
 };
 
-constexpr int kSharedBuffers = 24;
+constexpr int kSharedBuffers = 25;
 
 }  // namespace tandem

@@ -46,12 +46,16 @@ def make(folder: ModelFolder, **settings: Any) -> tuple[Engine, ModelRunner]:
     return make_model_engine(folder, **({"dtype": "float32", "block_size": 16} | settings))
 
 
-@pytest.mark.parametrize(("tokens_per_step", "block_size"), [(7, 16), (100, 8), (64, 64)])
+@pytest.mark.parametrize(
+    ("tokens_per_step", "block_size", "kernels"),
+    [(7, 16, "native"), (100, 8, "native"), (64, 64, "native"), (64, 16, "torch")],
+)
 def test_a_prompt_resumes_at_each_token(
-    tiny: tuple[ModelFolder, Oracle], tokens_per_step: int, block_size: int
+    tiny: tuple[ModelFolder, Oracle], tokens_per_step: int, block_size: int, kernels: str
 ) -> None:
     folder, oracle = tiny
-    engine, _ = make(folder, max_tokens_per_step=tokens_per_step, block_size=block_size)
+    settings = {"max_tokens_per_step": tokens_per_step, "block_size": block_size}
+    engine, _ = make(folder, **settings, kernels=kernels)
     num_cached = 192 if block_size == 64 else 200  # The answer fills the last block of the others.
     assert oracle.check(engine, _PROMPT[:200]) == [0]
     assert oracle.check(engine, _PROMPT[:200]) == [min(199, num_cached)]
@@ -145,7 +149,6 @@ def test_small_blocks_and_other_dtypes_are_refused(tiny: tuple[ModelFolder, Orac
         ({"block_size": 24}, "block-size is 24; for this model it must be a multiple or a divisor"),
         ({"kv_dtype": "int8"}, "the KV dtype int8 is not supported for this model"),
         ({"tensor_parallel": 2}, "tensor-parallel is 2; it must be 1 for this model"),
-        ({"kernels": "native"}, "only the torch kernels compute compressed attention"),
     ]:
         with pytest.raises(ConfigError, match=message):
             make_runner(tiny[0], **settings)

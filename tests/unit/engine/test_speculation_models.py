@@ -140,8 +140,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("num_blocks", [400, 44], ids=["", "preempted"])
+@pytest.mark.parametrize(
+    ("name", "num_blocks"),
+    [
+        *((name, 400) for name in SETTINGS),
+        *(("fp32", 44), ("torch", 44)),
+        *(pytest.param(name, 44, marks=pytest.mark.slow) for name in ("bf16", "int8")),
+    ],
+)
 def test_every_kind_of_request_gets_the_same_tokens(
     name: str, num_blocks: int, speaker: ModelFolder, adapter: Adapter
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,10 +13,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem_kernels.native.library import load
 from tandem_kernels.philox import uniform
-from tandem_kernels.sampling import NO_TOKEN, Draw, sample
+from tandem_kernels.sampling import NO_TOKEN, Draw
+from tandem_kernels.sampling import sample as sample_in_numpy
 
+Sample = Callable[[torch.Tensor, Sequence[Draw]], list[int]]
+
+LIBRARY = load()
+assert LIBRARY is not None
+INSTRUCTIONS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
 PLAIN = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+
+
+@pytest.fixture(scope="module", params=["numpy", *filter(LIBRARY.instructions, INSTRUCTIONS)])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """How tokens are sampled: by numpy, or by native kernels with one set of instructions."""
+    if request.param == "numpy":
+        return sample_in_numpy
+    assert LIBRARY is not None
+    draw_rows = partial(LIBRARY.draw, num_threads=2, instructions=request.param)
+    return partial(sample_in_numpy, draw_rows=draw_rows)
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
@@ -39,7 +58,7 @@ def kept_probabilities(logits: torch.Tensor, draw: Draw) -> dict[int, float]:
     return {i: p / total for i, p in kept.items()}
 
 
-def test_temperature_0_takes_the_first_of_the_largest() -> None:
+def test_temperature_0_takes_the_first_of_the_largest(sample: Sample) -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [1.0, 0.0, -1.0]])
     greedy = replace(PLAIN, temperature=0.0)
     assert sample(logits, [greedy, replace(greedy, seed=9)]) == [1, 0]
@@ -48,7 +67,7 @@ def test_temperature_0_takes_the_first_of_the_largest() -> None:
 @pytest.mark.parametrize(
     "draw", [PLAIN, replace(PLAIN, temperature=0.0), replace(PLAIN, top_p=0.5, top_k=3, min_p=0.1)]
 )
-def test_a_row_with_a_nan_or_an_infinity_has_no_token(draw: Draw) -> None:
+def test_a_row_with_a_nan_or_an_infinity_has_no_token(sample: Sample, draw: Draw) -> None:
     logits = random_logits(5, 40)
     logits[0, 7] = logits[0, 11] = math.nan
     logits[1, 0] = math.inf
@@ -70,6 +89,7 @@ def test_a_row_with_a_nan_or_an_infinity_has_no_token(draw: Draw) -> None:
     position=st.integers(0, 10**6),
 )
 def test_the_token_is_where_the_uniform_number_falls(
+    sample: Sample,
     logits_seed: int,
     vocab_size: int,
     temperature: float,
@@ -88,7 +108,7 @@ def test_the_token_is_where_the_uniform_number_falls(
     assert sample(logits, [draw])[0] in possible
 
 
-def test_ties_are_ranked_by_token_id() -> None:
+def test_ties_are_ranked_by_token_id(sample: Sample) -> None:
     logits = torch.zeros(1, 1000)
     drawn = {
         sample(logits, [replace(PLAIN, top_k=3, position=position)])[0] for position in range(60)
@@ -97,7 +117,7 @@ def test_ties_are_ranked_by_token_id() -> None:
 
 
 @pytest.mark.parametrize("draw", [PLAIN, replace(PLAIN, temperature=3.0, top_k=8, top_p=0.9)])
-def test_frequencies_are_the_probabilities(draw: Draw) -> None:
+def test_frequencies_are_the_probabilities(sample: Sample, draw: Draw) -> None:
     """Chi-square over 20,000 positions, against the 99.99% quantile (Wilson-Hilferty)."""
     num_draws = 20_000
     logits = random_logits(1, 12)
@@ -114,7 +134,7 @@ def test_frequencies_are_the_probabilities(draw: Draw) -> None:
     assert chi_square < quantile
 
 
-def test_seeds_are_independent() -> None:
+def test_seeds_are_independent(sample: Sample) -> None:
     """Neighbouring seeds at one position draw as uniformly as neighbouring positions do."""
     logits = torch.zeros(1, 4)
     draws = [replace(PLAIN, seed=seed) for seed in range(4000)]
@@ -122,7 +142,7 @@ def test_seeds_are_independent() -> None:
     assert torch.bincount(tokens).sub(1000).abs().max() < 150
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_a_row_does_not_depend_on_the_others(sample: Sample) -> None:
     logits = random_logits(9, 5000, seed=3)
     kinds = [
         replace(PLAIN, temperature=3.0),
@@ -138,7 +158,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     assert sample(logits[order], [draws[i] for i in order]) == [together[i] for i in order]
 
 
-def test_hidden_tokens_and_tiny_temperatures() -> None:
+def test_hidden_tokens_and_tiny_temperatures(sample: Sample) -> None:
     logits = torch.full((1, 600), float("-inf"))
     logits[0, [5, 599]] = torch.tensor([1.0, 1.5])
     drawn = {sample(logits, [replace(PLAIN, seed=seed)])[0] for seed in range(40)}

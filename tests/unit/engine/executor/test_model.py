@@ -111,9 +111,13 @@ def test_kimi_linear_with_the_names_and_keys_of_published_files(tmp_path: Path) 
 
 
 def test_bfloat16_stays_near_float32(tiny: Tiny) -> None:
+    """Rounding may change which blocks of tokens an indexer chooses, so that a token sees others
+    than in float32. All blocks of the shorter prompt are chosen."""
+    indexers = [each.indexer for each in tiny.folder.config.layers if each.indexer is not None]
+    which = 1 if any(each.block_size is not None for each in indexers) else -1
     runner = make_runner(tiny.folder, dtype="bfloat16")
-    logits = logits_after(runner, PROMPTS[-1])
-    expected = tiny.expected[-1][-1]
+    logits = logits_after(runner, PROMPTS[which])
+    expected = tiny.expected[which][-1]
     correlation = torch.corrcoef(torch.stack((logits, expected)))[0, 1]
     assert logits.dtype == torch.float32
     assert correlation > 0.99

@@ -19,16 +19,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
-from ctypes import Array, addressof, c_void_p, pointer
-from itertools import chain
+from ctypes import Array, addressof, c_int64, c_void_p, pointer
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from tandem.common.dtypes import DTYPE_BYTES
 from tandem.engine.cache.heavy_hitters import Sums
-from tandem.engine.cache.layout.kv_groups import LayerPlace, layer_places, state_places
+from tandem.engine.cache.layout.kv_groups import (
+    LayerPlace,
+    entry_places,
+    input_places,
+    layer_places,
+    state_places,
+)
 from tandem.engine.cache.layout.pool_memory import own_pages
 from tandem.engine.executor.native.lora import (
     NativeAdapters,
@@ -45,6 +53,7 @@ from tandem.engine.executor.torch.decoder import (
     rope_tables,
 )
 from tandem.engine.executor.weights.decoder_weights import (
+    CompressorWeights,
     ExpertWeights,
     LayerInputWeights,
     LayerWeights,
@@ -57,6 +66,7 @@ from tandem.engine.executor.weights.expand import whole
 from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.executor.weights.share import WHOLE, Share
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
+from tandem.models.config.compressor import Compressor
 from tandem.models.config.experts import Experts as ExpertSpec
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.linear_attention import (
@@ -85,6 +95,7 @@ from tandem_kernels.native.library import (
     Layer,
     LayerInput,
     LayerInputs,
+    LayerStreams,
     Library,
     Mlp,
     Model,
@@ -92,6 +103,7 @@ from tandem_kernels.native.library import (
     StateForm,
     StateLayer,
     Step,
+    Streams,
     load,
 )
 from tandem_kernels.native.state import TAPS_MAX
@@ -128,11 +140,11 @@ def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model, or an empty string if they can."""
     if config.alt_up is not None and config.alt_up.num > COPIES_MAX:
         return f"the residual stream has {config.alt_up.num} copies, more than {COPIES_MAX}"
-    if config.shared_kv is not None:
-        return "only the torch kernels compute compressed attention and several residual streams"
+    if config.streams is not None and config.streams.num > COPIES_MAX:
+        return f"there are {config.streams.num} residual streams, more than {COPIES_MAX}"
     for layer in config.layers:
-        if layer.indexer is not None and layer.indexer.block_size is not None:
-            return "the native kernels do not compute sparse attention whose indexers choose blocks"
+        if layer.compressor is not None and max(layer.compressor.dims) > _HEAD_MAX:
+            return f"entries have {max(layer.compressor.dims)} elements, more than {_HEAD_MAX}"
         head_dim = config.heads_of(layer).dim
         if head_dim > _HEAD_MAX and config.latent is None:
             return f"the head size {head_dim} is larger than {_HEAD_MAX}"
@@ -173,6 +185,7 @@ class NativeDecoder:
         self._library: Library = library
         self._config = config
         self._instructions = instructions
+        self._draw_rows = partial(library.draw, num_threads=num_threads, instructions=instructions)
         self._memory = memory
         share = WHOLE if memory is None else Share(memory.rank, memory.num_ranks)
         self._packer = Packer(
@@ -186,11 +199,19 @@ class NativeDecoder:
         self._logit_rows: list[int] = []
         self._pools: Sequence[Pool] | None = None
         of_states = state_places(config)
+        self._entry_places, self._input_places = entry_places(config), input_places(config)
         self._state_groups = {place.group for place in of_states if place is not None}
         self.adapters = NativeAdapters()
         self._indexers: list[Indexer] = []
         layers = (Layer * config.num_layers)(
-            *map(self._layer, config.layers, layer_places(config), of_states, weights.layers)
+            *map(
+                self._layer,
+                range(config.num_layers),
+                config.layers,
+                layer_places(config),
+                of_states,
+                weights.layers,
+            )
         )
         output = self._packer.matrix((Linear(weights.output, None, weights.output_blocks),))
         self._kept = [layers, self._packer]  # referenced here because C++ has pointers to them
@@ -221,6 +242,7 @@ class NativeDecoder:
             value_scale=config.value_scale,
             layer_inputs=self._layer_inputs(weights),
             alt_up=self._alt_up(weights),
+            streams=self._streams(weights),
         )
         shared = None if memory is None else memory.share
         self._decoder = library.create(self._model, instructions, shared)
@@ -273,6 +295,9 @@ class NativeDecoder:
         # addresses of their tensors are read only once.
         if self._pools is not pools:
             self._groups = _kv_groups_of(pools)
+            self._kept_offsets = [_part_offsets(pool) for pool in pools]
+            for group, offsets in zip(self._groups, self._kept_offsets, strict=True):
+                group.parts = None if offsets is None else addressof(offsets)
             self._pools = pools
         at = [numbers_address + first * _INT32_BYTES for first in sent.firsts]
         num_inputs = len(_INPUTS)
@@ -285,7 +310,7 @@ class NativeDecoder:
             **self._angles.fields,
             groups=addressof(self._groups),
             block_size=pools[0].layout.block_size,
-            kv_kind=_kv_kind_of(pools[0]),
+            kv_kind=_kv_kind_of(pools),
             **self.adapters.fields(sent.rows_by_adapter),
             logits=results.logits_address,
             most_likely=results.most_likely.buffer_info()[0],
@@ -305,7 +330,7 @@ class NativeDecoder:
         if rows is not None:
             logits = logits[rows]
             most_likely = [most_likely[row] for row in rows]
-        return sample(logits, draws, most_likely)
+        return sample(logits, draws, most_likely, self._draw_rows)
 
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
@@ -340,6 +365,7 @@ class NativeDecoder:
 
     def _layer(
         self,
+        number: int,
         spec: LayerSpec,
         place: LayerPlace | None,
         state_place: LayerPlace | None,
@@ -384,6 +410,21 @@ class NativeDecoder:
         if weights.latent is not None:
             assert self._config.latent is not None
             layer.latent = pointer(self._packer.latent(self._config.latent, weights.latent))
+        if weights.shared_kv is not None:
+            assert self._config.shared_kv is not None
+            layer.shared_kv = pointer(
+                self._packer.shared_kv(self._config.shared_kv, weights.shared_kv)
+            )
+        if spec.compressor is not None:
+            assert weights.compressor is not None
+            self._add_compressor(layer, number, spec.compressor, weights.compressor)
+        if weights.streams is not None:
+            streams = LayerStreams(
+                self._packer.mixture(weights.streams.attention),
+                self._packer.mixture(weights.streams.mlp),
+            )
+            self._packer.keep(streams)
+            layer.streams = pointer(streams)
         if spec.indexer is not None:
             assert weights.indexer is not None
             indexer = self._packer.indexer(
@@ -405,6 +446,31 @@ class NativeDecoder:
         elif weights.mlp is not None:
             layer.mlp = self._mlp(weights.mlp, has_sparse_gates=spec.sparsity > 0)
         return layer
+
+    def _add_compressor(
+        self, layer: Layer, number: int, sizes: Compressor, weights: CompressorWeights
+    ) -> None:
+        """Adds a compressor, and the indexer that chooses its entries, to the layer `number`."""
+        entries, inputs = self._entry_places[number], self._input_places[number]
+        assert entries is not None
+        assert inputs is not None
+        compressor = self._packer.compressor(sizes, weights, entries=entries, inputs=inputs)
+        layer.compressor = pointer(compressor)
+        if sizes.indexer is not None:
+            layer.indexer = pointer(self._packer.entry_indexer(sizes.indexer, weights, sizes.rate))
+
+    def _streams(self, weights: ModelWeights) -> Any:
+        """Returns a pointer to the residual streams; None if there is one."""
+        if (sizes := self._config.streams) is None or weights.head_streams is None:
+            return None
+        streams = Streams(
+            head=self._packer.mixture(weights.head_streams),
+            num=sizes.num,
+            num_iterations=sizes.num_iterations,
+            eps=sizes.eps,
+        )
+        self._packer.keep(streams)
+        return pointer(streams)
 
     def _layer_inputs(self, weights: ModelWeights) -> Any:
         """Returns a pointer to the embeddings that tokens have for each layer; None if they have
@@ -526,6 +592,7 @@ class NativeDecoder:
             top_k=spec.top_k,
             is_normalized=spec.is_normalized,
             has_sigmoids=spec.has_sigmoids,
+            has_roots=spec.has_roots,
             weighs_inputs=spec.weighs_inputs,
             num_groups=spec.groups.num if spec.groups else 0,
             top_groups=spec.groups.top if spec.groups else 0,
@@ -537,6 +604,10 @@ class NativeDecoder:
             shared_output_norm=self._packer.floats(weights.shared_output_norm),
             scales=self._packer.floats(weights.scales),
         )
+        if weights.table is not None:
+            table = weights.table.to(torch.int32, copy=True).contiguous()
+            experts.table = table.data_ptr()
+            self._packer.keep(table)
         self._packer.keep(experts)
         return experts
 
@@ -565,7 +636,7 @@ def _inner(spec: LayerSpec) -> int:
 
 def _gating(config: ModelConfig) -> Gating:
     if clamp := config.gate_clamp:
-        return Gating(Activation.CLAMPED, clamp.alpha, clamp.limit)
+        return Gating(Activation.CLAMPED, clamp.alpha, clamp.limit, clamp.offset)
     if factors := config.layer_factors:
         return Gating(Activation.SILU, factors.gate, factors.down)
     return Gating(_ACTIVATIONS[config.activation], 1.0, 1.0)
@@ -771,9 +842,9 @@ class _BlockSums:
                 first += len(sums)
 
 
-def _kv_kind_of(pool: Pool) -> Kind:
-    """Returns the number format of a pool's KV rows."""
-    assert isinstance(pool, KvPool)
+def _kv_kind_of(pools: Sequence[Pool]) -> Kind:
+    """Returns the number format of KV rows, which all pools of keys and values have."""
+    pool = next(each for each in pools if isinstance(each, KvPool))
     if pool.layout.rotated is not None:
         return _LATENT_KV_KINDS[pool.layout.rotated.dtype]
     return _KV_KINDS[pool.layout.dtype]
@@ -786,7 +857,8 @@ def _kv_groups_of(pools: Sequence[Pool]) -> Array[KvGroup]:
 
 
 def _kv_group_of(pool: Pool) -> KvGroup:
-    assert not isinstance(pool, RowPool)  # `why_not_native` refuses models with such pools
+    if isinstance(pool, RowPool):
+        return KvGroup(kv=pool.memory.data_ptr(), block_bytes=pool.layout.block_bytes)
     return KvGroup(
         kv=pool.memory.data_ptr(),
         block_bytes=pool.layout.block_bytes,
@@ -794,6 +866,14 @@ def _kv_group_of(pool: Pool) -> KvGroup:
         layer_bytes=pool.layout.layer_bytes,
         **_static_fields(None if isinstance(pool, StatePool) else pool.static),
     )
+
+
+def _part_offsets(pool: Pool) -> Array[c_int64] | None:
+    """Returns the offset in bytes of each part in a block of rows; None for other pools."""
+    if not isinstance(pool, RowPool):
+        return None
+    sizes = [part.num * part.dim * DTYPE_BYTES[pool.layout.dtype] for part in pool.layout.parts]
+    return (c_int64 * len(sizes))(*accumulate(sizes[:-1], initial=0))
 
 
 def _static_fields(static: StaticKv | None) -> dict[str, int]:

@@ -4,7 +4,7 @@ quantized.h)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof
+from ctypes import addressof, c_int32, c_void_p
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -13,28 +13,38 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
+from tandem.engine.cache.layout.kv_groups import LayerPlace
 from tandem.engine.cache.layout.pool_memory import own_pages
 from tandem.engine.executor.weights.decoder_weights import (
     INDEX_NORM_EPS,
     LATENT_NORM_EPS,
+    CompressorWeights,
     IndexerWeights,
     LatentWeights,
     Linear,
     ModelWeights,
+    SharedKvWeights,
+    StreamWeights,
 )
 from tandem.engine.executor.weights.released_memory import FilePages, release_freed_memory
 from tandem.engine.executor.weights.share import WHOLE, Share
 from tandem.models.checkpoint.quantized.fp8 import Fp8
+from tandem.models.config.compressor import Compressor as CompressorSizes
+from tandem.models.config.deepseek_v4 import SharedKv as SharedKvSizes
 from tandem.models.config.indexer import Indexer as IndexerSizes
 from tandem.models.config.latent import Latent as LatentSizes
 from tandem.models.gguf.tensors import GgufBlocks
 from tandem_kernels.native.library import (
+    ENTRY_KINDS,
     PANEL,
+    Compressor,
     Indexer,
     Kind,
     Latent,
     Library,
     Matrix,
+    SharedKv,
+    StreamMixture,
     address,
     packed_bytes,
     whole_steps,
@@ -207,12 +217,8 @@ class Packer:
         """Packs the weights of an indexer, the one with the number `place` among the indexers of
         all layers. The matrices are not converted to int8, because the choice of keys depends on
         small differences of scores. `norm_eps` is that of the model."""
-        # The kernels read queries whose sizes are multiples of 16.
-        queries = pad(
-            weights.queries.view(sizes.num_heads, sizes.dim, -1), (0, 0, 0, -sizes.dim % PANEL)
-        )
         indexer = Indexer(
-            queries=self.matrix((Linear(queries.flatten(0, 1), None),), keeps_kind=True),
+            queries=self._index_queries(sizes, weights.queries),
             keys=self.matrix((Linear(weights.keys, None),), keeps_kind=True),
             query_norm=self.floats(weights.query_norm),
             key_norm=self.floats(weights.key_norm),
@@ -224,6 +230,7 @@ class Packer:
             choice_size=sizes.block_size or 1,
             num_local=sizes.num_local,
             place=place,
+            rate=1,
             key_norm_eps=norm_eps if weights.key_norm_bias is None else INDEX_NORM_EPS,
         )
         if weights.head_weights is not None:
@@ -232,6 +239,78 @@ class Packer:
             )
         self.keep(indexer)
         return indexer
+
+    def entry_indexer(self, sizes: IndexerSizes, weights: CompressorWeights, rate: int) -> Indexer:
+        """Packs the weights of an indexer that chooses entries of `rate` tokens each. A compressor
+        makes its keys."""
+        assert weights.queries is not None
+        assert weights.head_weights is not None
+        indexer = Indexer(
+            queries=self._index_queries(sizes, weights.queries),
+            head_weights=self.matrix((Linear(weights.head_weights, None),), keeps_kind=True),
+            num_heads=sizes.num_heads,
+            dim=sizes.dim,
+            rope=sizes.rope_dim,
+            top_k=sizes.top_k,
+            choice_size=1,
+            rate=rate,
+        )
+        self.keep(indexer)
+        return indexer
+
+    def _index_queries(self, sizes: IndexerSizes, queries: torch.Tensor) -> Matrix:
+        # The kernels read queries whose sizes are multiples of 16.
+        padded = pad(queries.view(sizes.num_heads, sizes.dim, -1), (0, 0, 0, -sizes.dim % PANEL))
+        return self.matrix((Linear(padded.flatten(0, 1), None),), keeps_kind=True)
+
+    def shared_kv(self, sizes: SharedKvSizes, weights: SharedKvWeights) -> SharedKv:
+        """Packs the weights of attention whose keys are its values."""
+        shared = SharedKv(
+            q_norm=self.floats(weights.q_norm),
+            kv_norm=self.floats(weights.kv_norm),
+            q_out=self.matrix((weights.q_out,)),
+            out_groups=self._of_heads(weights.out_groups),
+            num_groups=sizes.num_groups,
+            rope=sizes.rope_dim,
+        )
+        self.keep(shared)
+        return shared
+
+    def compressor(
+        self,
+        sizes: CompressorSizes,
+        weights: CompressorWeights,
+        *,
+        entries: LayerPlace,
+        inputs: LayerPlace,
+    ) -> Compressor:
+        """Packs the weights of a compressor. The places are those of a layer's entries and of the
+        inputs of its entries. The matrices are not converted to int8, because entries are kept
+        longer than other keys."""
+        bias = (self.floats(part.bias) for part in weights.parts)
+        norm = (self.floats(part.norm) for part in weights.parts)
+        compressor = Compressor(
+            inputs=self.matrix(weights.inputs, keeps_kind=True),
+            bias=(c_void_p * ENTRY_KINDS)(*bias),
+            norm=(c_void_p * ENTRY_KINDS)(*norm),
+            dims=(c_int32 * ENTRY_KINDS)(*sizes.dims),
+            rate=sizes.rate,
+            has_overlap=sizes.num_seen > sizes.rate,
+            entry_group=entries.group,
+            entry_part=entries.number,
+            input_group=inputs.group,
+            input_part=inputs.number,
+        )
+        self.keep(compressor)
+        return compressor
+
+    def mixture(self, weights: StreamWeights) -> StreamMixture:
+        """Packs the weights that mix residual streams."""
+        return StreamMixture(
+            matrix=self.matrix((Linear(weights.matrix, None),), keeps_kind=True),
+            base=self.floats(weights.base),
+            scale=self.floats(weights.scale),
+        )
 
     def matrices(self, linears: Sequence[Linear]) -> Any:
         """Packs each of several matrices, and returns an array of them."""

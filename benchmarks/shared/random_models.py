@@ -1,4 +1,4 @@
-"""Tiny random models, for benchmarks of all but the computation."""
+"""Models with random weights. They have the built-in model's tokenizer and vocabulary."""
 
 from __future__ import annotations
 
@@ -36,11 +36,23 @@ _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def make_tiny_model(path: Path, family: str = "llama", *, context_max: int = 4096) -> ModelFolder:
-    """Writes a model with the built-in model's tokenizer and vocabulary, in float32."""
+    """Writes a tiny model in float32, for benchmarks of all but the computation."""
     model_class, config_class, more = _FAMILIES[family]
     torch.manual_seed(7)
     config = config_class(**_SIZES, **more, max_position_embeddings=context_max)
-    model_class(config).save_pretrained(path)
+    return write_model(path, model_class(config))
+
+
+def make_llama(path: Path, **sizes: Any) -> ModelFolder:
+    """Writes a Llama in bfloat16. `sizes` are arguments of LlamaConfig."""
+    torch.manual_seed(7)
+    config = LlamaConfig(vocab_size=_SIZES["vocab_size"], eos_token_id=2, **sizes)
+    return write_model(path, LlamaForCausalLM(config).to(torch.bfloat16))
+
+
+def write_model(path: Path, model: Any) -> ModelFolder:
+    """Writes a model of transformers to a folder, with the built-in model's tokenizer."""
+    model.save_pretrained(path)
     for file in resolve("smollm2").path.iterdir():
         if not (path / file.name).exists() and file.suffix != ".safetensors":
             (path / file.name).symlink_to(file)
