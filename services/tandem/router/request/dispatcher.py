@@ -347,6 +347,8 @@ class Dispatcher:
             # `updates` returns all received updates before it raises the attempt's failure.
             for update in await attempt.updates():
                 progress.take_timings(update, attempt.worker_id)
+                if update.is_admitted:
+                    job.on_admitted()
                 if update.token_ids:
                     progress.take_source(update)
                     self._note_prefilled(job, update.timings.prefill_worker_id)

@@ -36,7 +36,7 @@ import math
 import secrets
 import time
 from asyncio import Task
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -324,6 +324,10 @@ class Routing:
         self.retry_after_s = self.overloaded = None
 
 
+def _do_nothing() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class Job:
     """One completion on its way through the router. Only `to` changes `state`.
@@ -341,6 +345,8 @@ class Job:
     parent: "Job | None" = None
     # This event is set when the jobs whose `parent` is this job may begin.
     may_fork: asyncio.Event = field(default_factory=asyncio.Event)
+    # Called each time that a worker has admitted the job or sent a token.
+    on_admitted: Callable[[], None] = _do_nothing
 
     def __post_init__(self) -> None:
         if self.request.client.hint is not None:  # the endpoint picker has admitted the request

@@ -280,7 +280,7 @@ class LogprobEntry(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SequenceUpdate(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "finish_reason", "error", "cached_tokens", "timings", "num_preemptions", "workers_lost", "logprobs", "prompt_logprobs", "is_committed", "embedding", "cached_by_tier")
+    __slots__ = ("request_id", "attempt", "token_ids", "finish_reason", "error", "cached_tokens", "timings", "num_preemptions", "workers_lost", "logprobs", "prompt_logprobs", "is_committed", "is_admitted", "embedding", "cached_by_tier")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +293,7 @@ class SequenceUpdate(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     IS_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    IS_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     CACHED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -307,9 +308,10 @@ class SequenceUpdate(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[LogprobEntry]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[LogprobEntry]
     is_committed: bool
+    is_admitted: bool
     embedding: _containers.RepeatedScalarFieldContainer[float]
     cached_by_tier: CachedTokens
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[SequenceTimings, _Mapping]] = ..., num_preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., is_committed: bool = ..., embedding: _Optional[_Iterable[float]] = ..., cached_by_tier: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., timings: _Optional[_Union[SequenceTimings, _Mapping]] = ..., num_preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., is_committed: bool = ..., is_admitted: bool = ..., embedding: _Optional[_Iterable[float]] = ..., cached_by_tier: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
 
 class WorkerError(_message.Message):
     __slots__ = ("code", "message", "retry_after_s")
