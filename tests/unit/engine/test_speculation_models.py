@@ -190,7 +190,7 @@ def test_models_of_other_kinds(
     assert speculator.stats.num_accepted_tokens > 20
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", ["native", pytest.param("torch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "family",
     [

@@ -137,11 +137,13 @@ class RecentAnswers:
         last = len(token_ids) - 1
         if number is None or last + 1 < self._num_tokens:
             return 0, 0
+        value = run_hash(token_ids, last, self._num_tokens, number)
+        at = int(self._newest[value >> (32 - self._bits)])
+        if at < self._floor:
+            return 0, 0
         tokens, owners, before = map(memoryview, (self._tokens, self._owners, self._before))
         mask = self._size - 1
         best, best_length = 0, 0
-        value = run_hash(token_ids, last, self._num_tokens, number)
-        at = int(self._newest[value >> (32 - self._bits)])
         for _ in range(COMPARED_MAX):
             if at < self._floor:
                 break
