@@ -151,7 +151,9 @@ class Engine:
         )
         self._sequences = LiveSequences()
         self._pending = PendingReport(self.layout)
-        self._peer_blocks = PeerBlocks(self._kv, self._pending)
+        self._peer_blocks = PeerBlocks(
+            self._kv, self._pending, self._tiers, lambda: self._scheduler.spare_blocks
+        )
         self._steps = count(1)
         self._ahead: LaunchedStep | None = None
 
@@ -308,13 +310,18 @@ class Engine:
         self._scheduler.start(sequence)
 
     def hold_prefix(
-        self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
+        self,
+        sequence_id: str,
+        block_hashes: list[bytes],
+        first_wanted_block: int = 0,
+        load_s_max: float = 0.0,
     ) -> None:
         """Keeps the longest cached prefix of the chain `block_hashes` in the pool for a peer, until
-        `remove`. The next report lists the ids of the kept blocks from index `first_wanted_block`
-        on."""
+        `remove`. A report lists the ids of the kept blocks from index `first_wanted_block` on. This
+        is the next report, unless blocks of the chain are loaded from tiers before. They are
+        loaded if that is expected to take at most `load_s_max` seconds."""
         self._check_chain(sequence_id)
-        self._peer_blocks.hold_prefix(sequence_id, block_hashes, first_wanted_block)
+        self._peer_blocks.hold_prefix(sequence_id, block_hashes, first_wanted_block, load_s_max)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
         """Reserves blocks for a chain whose KV will be pulled from a peer. The chain ends with
@@ -396,8 +403,9 @@ class Engine:
 
     def has_work(self) -> bool:
         has_events = self._pending.has_events or self._kv.has_events or self._adapters.has_results
-        has_results = self._tiers.has_results or self._ahead is not None
-        return has_events or has_results or self._scheduler.has_work()
+        has_results = self._tiers.has_results or self._peer_blocks.has_work
+        is_ahead = self._ahead is not None
+        return has_events or has_results or is_ahead or self._scheduler.has_work()
 
     def awaits_threads(self) -> bool:
         """Returns True while threads compile a grammar, read an adapter, or copy blocks from or to
@@ -425,6 +433,7 @@ class Engine:
             self._tiers,
             self.kept,
             self._speculator.stats,
+            self._peer_blocks.stats,
         )
 
     def check_integrity(self) -> None:
@@ -462,6 +471,9 @@ class Engine:
         sequences whose admission is still to be reported."""
         loaded = []
         for load in self._tiers.take_ended():
+            if load.sequence_id in self._peer_blocks:
+                self._peer_blocks.take_load(load)
+                continue
             sequence = self._sequences[load.sequence_id]
             if not self._scheduler.loads.take(load, sequence):
                 self._scheduler.compute_instead(sequence)
@@ -477,6 +489,7 @@ class Engine:
                 self._pending.final_blocks(sequence)
         for name in self._scheduler.loads.find_slow(self._scheduler.loading):
             self._scheduler.compute_instead(self._sequences[name], self._tiers.cancel_load(name))
+        self._peer_blocks.settle()
         return loaded
 
     def _settle_adapters(self) -> None:

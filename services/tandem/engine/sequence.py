@@ -463,6 +463,17 @@ class Sequence:
             max_tokens is not None and num_tokens - self.spec.num_prompt_tokens >= max_tokens
         )
 
+    def growth(self, num_tokens_max: int) -> int:
+        """Returns how many tokens this engine may still sample for the sequence, at most
+        `num_tokens_max`."""
+        if self.mode is Mode.PREFILL_ONLY:
+            return 0
+        max_tokens = self.spec.sampling.max_tokens
+        if max_tokens is None:
+            return num_tokens_max
+        num_left = self.spec.num_prompt_tokens + max_tokens - len(self.token_ids)
+        return max(0, min(num_tokens_max, num_left))
+
     @property
     def missing_span(self) -> tuple[int, int]:
         """The tokens that this engine must still prefill, as (number of these tokens, number of

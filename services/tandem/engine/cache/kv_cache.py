@@ -334,6 +334,26 @@ class KvCache:
         )
         return min(room, num_blocks) if room >= num_blocks or not self.has_windows else depth
 
+    def room_for_load(
+        self, block_hashes: Sequence[bytes], depth: int, end: int, spare: Sequence[int]
+    ) -> int:
+        """Returns how many leading blocks of a chain can be reserved, at most `end`, if the first
+        `depth` blocks are cached. CACHED blocks are evicted for it, but each pool can then still
+        give `spare` blocks.
+
+        With sliding windows, the result is `end` if there is room for all of it, and `depth`
+        otherwise.
+        """
+        if end <= depth:
+            return depth
+        num_tokens = end * self.layout.block_size
+        spans = _spans(self.layout, num_tokens, num_tokens, is_chain=True)
+        room = end
+        for pool, (_, first, last), left in zip(self.pools, spans, spare, strict=True):
+            num_lacking = pool.num_lacking(block_hashes[first:last], last - first) + left
+            room = min(room, end - num_lacking)
+        return room if room == end or not self.has_windows else depth
+
     def extend(self, tables: BlockTables, num_tokens: int) -> int:
         """Allocates blocks so that the tables cover `num_tokens` tokens. Returns the number of
         tokens that they cover, which is smaller if a pool has too few blocks."""

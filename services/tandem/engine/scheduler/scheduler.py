@@ -65,6 +65,10 @@ from tandem.errors import Overloaded
 PROMPT_LOGITS_MAX = 128
 DRAFTS_MAX = 128  # maximum number of proposed tokens in a step, because their logits are needed
 
+# Number of tokens for which a load for a peer leaves blocks to each running sequence: about two
+# seconds of decoding, after which the peer has pulled the loaded blocks.
+_GROWTH_TOKENS = 256
+
 _arrival = attrgetter("arrival")
 
 
@@ -90,7 +94,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
         self.loading: list[Sequence] = []
-        self.early_reuse = EarlyReuse(kv, shared_wait_s)
+        self.early_reuse = EarlyReuse(kv, tiers, shared_wait_s)
         self._kv = kv
         # A slot that a tier copies cannot be evicted.
         self._num_slots_left = SLOTS_OF_SEQUENCE + bool(tiers.tiers)
@@ -443,9 +447,7 @@ class Scheduler:
         return None
 
     def _awaits_blocks(self, sequence: Sequence) -> bool:
-        awaits = self.early_reuse.awaits(
-            sequence, running=self.running, awaiting=self.awaiting, loading=self.loading
-        )
+        awaits = self.early_reuse.awaits(sequence, running=self.running, awaiting=self.awaiting)
         return awaits or self.loads.awaits_lookup(sequence, self._kv)
 
     def _adapters_in_use(self) -> set[str]:
@@ -513,6 +515,19 @@ class Scheduler:
         if not sequence.may_wait_for_remote_kv:
             slot = slot and self._tokens_left(schedule, 0) > 0
         return slot
+
+    @property
+    def spare_blocks(self) -> list[int]:
+        """For each KV group, the number of blocks that the running sequences need for their next
+        `_GROWTH_TOKENS` tokens. A load for a peer leaves these blocks, so that no sequence is
+        preempted because of it."""
+        layout = self._kv.layout
+        spare = [0] * len(layout.groups)
+        for sequence in self.running:
+            end = sequence.num_tokens + sequence.growth(_GROWTH_TOKENS)
+            for group, num_blocks in enumerate(layout.sequence_blocks(end)):
+                spare[group] += max(0, num_blocks - len(sequence.tables.held(group)))
+        return spare
 
     @property
     def num_running_slots(self) -> int:

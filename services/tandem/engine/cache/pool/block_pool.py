@@ -371,13 +371,24 @@ class BlockPool:
             block_id = self._blocks[block_id].parent_id
         return chain[::-1]
 
+    def num_lacking(self, block_hashes: Iterable[bytes], num_blocks: int) -> int:
+        """Returns how many blocks too few the pool has for a table of `num_blocks` blocks that
+        references those of `block_hashes` that are cached. Negative: so many blocks would still be
+        available."""
+        found = [self._by_hash[each] for each in block_hashes if each in self._by_hash]
+        return num_blocks - len(found) - self._num_available_beside(found)
+
     def _fits(self, matched: list[int], num_blocks: int, source: int | None) -> bool:
         kept = matched if source is None else [*matched, source]
-        blocks = (self._blocks[block_id] for block_id in dict.fromkeys(kept))
+        return num_blocks - len(matched) <= self._num_available_beside(kept)
+
+    def _num_available_beside(self, block_ids: Iterable[int]) -> int:
+        """Returns how many blocks `allocate` could return if these blocks were referenced."""
+        blocks = (self._blocks[block_id] for block_id in dict.fromkeys(block_ids))
         unreferenced = sum(
             not block.num_references and block.copy is not Copy.WRITING for block in blocks
         )
-        return num_blocks - len(matched) <= self.num_available - unreferenced
+        return self.num_available - unreferenced
 
     def _drop_reference(self, block_id: int, last_used: int) -> None:
         block = self._blocks[block_id]
