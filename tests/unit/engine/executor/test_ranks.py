@@ -15,6 +15,7 @@ import torch
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
 from tandem.common.sampling_params import SamplingParams
+from tandem.engine.executor.kernel_choice import why_not_triton_model
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.engine.executor.ranks import members
 from tandem.engine.executor.runner import ModelRunner
@@ -22,7 +23,7 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.errors import AdapterUnavailable, ConfigError, WorkerLost
 from tandem.models.config.model import ModelConfig
 from tandem.models.folder import ModelFolder
-from tandem.models.limits import why_irregular, why_uneven
+from tandem.models.limits import why_irregular
 from tandem_kernels.native.library import RankEnded
 from tandem_kernels.sampling import Draw
 from tests.engine_driver import Outcome, make_spec
@@ -80,7 +81,7 @@ def runner_of(folder: ModelFolder, num_ranks: int, **more: Any) -> ModelRunner:
     settings = {"model": "", "device": "cpu", "kernels": "native", "block_size": 8} | more
     if "kv_dtype" in settings and (why := why_irregular(folder.config)):
         pytest.skip(why)
-    if settings["kernels"] == "triton" and (why := why_uneven(folder.config)):
+    if settings["kernels"] == "triton" and (why := why_not_triton_model(folder.config)):
         pytest.skip(why)
     if num_ranks > 1 and (why := why_not_share(folder.config, settings["kernels"], num_ranks)):
         pytest.skip(why)
