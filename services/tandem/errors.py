@@ -140,6 +140,9 @@ class RequestNotFound(TandemError, code="request_not_found", http=404, grpc="NOT
 class ResponseNotFound(RequestNotFound, code="response_not_found"): ...
 
 
+class ItemNotFound(ResponseNotFound, code="item_not_found"): ...
+
+
 class ThreadNotFound(TandemError, code="thread_not_found", http=404, grpc="NOT_FOUND"): ...
 
 
@@ -153,6 +156,10 @@ class BodyTooLarge(TandemError, code="body_too_large", http=413, grpc="RESOURCE_
 
 
 class NotJson(TandemError, code="content_type_not_json", http=415, grpc="INVALID_ARGUMENT"): ...
+
+
+class UnknownCoding(NotJson, code="content_encoding_unknown"):
+    headers = MappingProxyType({"accept-encoding": "gzip"})  # RFC 9110, 12.5.3
 
 
 class QueueFull(TandemError, code="queue_full", http=429, grpc="RESOURCE_EXHAUSTED"): ...

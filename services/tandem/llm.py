@@ -17,6 +17,7 @@ import gc
 import logging
 import os
 import random
+import warnings
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -65,7 +66,11 @@ from tandem.router.request.allowed import name_prompt, refusal
 from tandem.router.request.choices.children import child_request
 from tandem.router.request.delta import normalized
 from tandem.router.request.job import PreparedRequest, model_input, prepare_request
-from tandem.router.request.prompt.formats import wanted_form, with_template_options
+from tandem.router.request.prompt.formats import (
+    wanted_form,
+    with_template_options,
+    without_effect,
+)
 from tandem.router.request.prompt.grammar_checker import checked_grammar
 from tandem.router.request.prompt.prompts import (
     prepare_prompt,
@@ -395,6 +400,8 @@ class LLM:
             request = replace(request, sampling=seeded)
         adapter = None if lora is None else self._adapter(lora)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
+        if names := without_effect(self._answers, request):
+            warnings.warn(f"fields without effect: {', '.join(names)}", stacklevel=2)
         request = with_template_options(self._answers, request)
         prompt = request.prompt
         images = read_images(request, self._image_rules)

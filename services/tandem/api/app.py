@@ -44,6 +44,7 @@ from tandem.common.config.router import RouterConfig
 from tandem.net.security.access import Access
 from tandem.net.security.audit_trail import AuditTrail
 from tandem.net.security.key_service import KeyService
+from tandem.net.store.client import Client
 from tandem.router.metrics.http import HttpMetrics
 from tandem.router.request.generator import Generator
 
@@ -60,6 +61,7 @@ def make_app(
     access: Access,
     keys: KeyService,
     trail: AuditTrail,
+    redis: Client,
 ) -> FastAPI:
     """Builds the app of the public HTTP port. With `--api grpc` it serves only health probes and
     calls from other routers."""
@@ -78,17 +80,19 @@ def make_app(
     # Starlette runs the middleware in the reverse order: the one that was added last runs first.
     app.add_middleware(Front, config=config, generator=generator)
     if config.api != "grpc":
-        _add_api(app, config, generator, trail)
+        _add_api(app, config, generator, trail, redis)
     add_health_routes(app, generator)
     add_record_route(app, config, keys, trail)
     return app
 
 
-def _add_api(app: FastAPI, config: RouterConfig, generator: Generator, trail: AuditTrail) -> None:
+def _add_api(
+    app: FastAPI, config: RouterConfig, generator: Generator, trail: AuditTrail, redis: Client
+) -> None:
     routes = GenerationRoutes(config, generator)
     _add_generation(app, routes)
     add_message_routes(app, routes)
-    add_response_routes(app, routes, trail)
+    add_response_routes(app, routes, trail, redis)
     add_embedding_route(app, routes)
     add_request_route(app, generator, trail)
     add_token_routes(app, routes)

@@ -292,7 +292,9 @@ class Router:
         own = replace(self._config.admin, port=self.admin.http_port)
         config = replace(self._config, admin=own, http_port=self.http_port)
         self.page.config = config
-        public = make_app(config, self.generator, self._access, self._keys, self._trail)
+        public = make_app(
+            config, self.generator, self._access, self._keys, self._trail, self._redis
+        )
         admin = make_admin_app(
             config,
             self.generator,

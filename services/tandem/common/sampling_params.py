@@ -23,7 +23,9 @@ from tandem.errors import BadRequest
 CHOICES_MAX = 128  # largest number of completions (sequences) that one request body may ask for
 BEAMS_MAX = 16
 LOGPROBS_MAX = 20
-STOP_STRINGS_MAX = 4
+# OpenAI allows 4 stop strings; Anthropic and vLLM have no limit. This one bounds the time that the
+# router takes for a token.
+STOP_STRINGS_MAX = 256
 STOP_CHARACTERS_MAX = 1024
 STOP_TOKEN_IDS_MAX = 128
 REPETITION_PENALTY_MAX = 100.0
@@ -40,7 +42,7 @@ ALLOWED = {
     "n": f"an integer from 1 to {CHOICES_MAX}, or to {BEAMS_MAX} with use_beam_search; n times the "
     f"number of prompts must be at most {CHOICES_MAX}",
     "temperature": "a number from 0 (greedy) to 2",
-    "top_p": "a number over 0 and at most 1",
+    "top_p": "a number from 0 (greedy) to 1",
     "top_k": "an integer: -1 or 0 (off), or a count of tokens",
     "min_p": "a number from 0 (off) to 1",
     "seed": "an integer from -2^63 to 2^64-1",
@@ -71,7 +73,7 @@ _Real = (float, int)
 _NUMBERS: dict[str, tuple[Any, float, float]] = {
     "n": (int, 1, CHOICES_MAX),
     "temperature": (_Real, 0.0, 2.0),
-    "top_p": (_Real, math.ulp(0.0), 1.0),  # the lower bound is the smallest number above 0
+    "top_p": (_Real, 0.0, 1.0),
     "top_k": (int, -1, _INT32_MAX),
     "min_p": (_Real, 0.0, 1.0),
     "seed": (int, -(2**63), 2**64 - 1),
@@ -148,13 +150,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def resolved(self, **values: Any) -> Self:
         """Returns a copy for an engine, with `values` for some fields. A `temperature` between 0
-        and 0.01 becomes 0.01, and a negative `top_k` (off) becomes 0."""
-        temperature = max(self.temperature, _TEMPERATURE_MIN) if self.temperature else 0.0
-        return replace(
-            self,
-            **{"temperature": temperature, "top_k": max(0, self.top_k), **values},
-            is_resolved=True,
-        )
+        and 0.01 becomes 0.01, and a negative `top_k` (off) becomes 0. A `top_p` of 0 keeps only the
+        most likely token, as a `temperature` of 0 does, and becomes that."""
+        is_greedy = not (self.temperature and self.top_p)
+        own = {
+            "temperature": 0.0 if is_greedy else max(self.temperature, _TEMPERATURE_MIN),
+            "top_p": self.top_p or 1.0,
+            "top_k": max(0, self.top_k),
+        }
+        return replace(self, **{**own, **values}, is_resolved=True)
 
     @property
     def stop_strings(self) -> list[str]:

@@ -315,3 +315,25 @@ async def test_requests_are_served_after_all_that(router: RunningRouter) -> None
 
 async def healthy(router: RunningRouter) -> bool:
     return (await router.http.get("/health")).status_code == 200
+
+
+async def test_a_client_of_http_1_0_gets_no_chunks(router: RunningRouter) -> None:
+    router.script(saying(router.tokenizer.encode("Hi!"), finish_reason="stop"))
+    body = json.dumps({"prompt": "x", "max_tokens": 9, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n"
+    answer = await exchange(router, head % len(body) + body)
+    begin, _, events = answer.partition(b"\r\n\r\n")
+    assert begin.split()[1] == b"200", "no interim answer"
+    assert b"transfer-encoding" not in begin.lower()
+    assert b"connection: close" in begin
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+    whole = await exchange(router, b"GET /health HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+    assert b"content-length" in whole
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: localhost\r\nhost: localhost\r\n"])
+async def test_a_request_names_its_host_once(router: RunningRouter, hosts: bytes) -> None:
+    answer = await exchange(router, b"GET /health HTTP/1.1\r\n" + hosts + b"\r\n")
+    assert refused(answer) == (400, "invalid_request")
+    assert b"Host" in answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -200,9 +201,22 @@ async def test_why_an_answer_ended(router: RunningRouter, client: AsyncAnthropic
     says(router, "one two three")
     cut = await ask(client, max_tokens=1)
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 1)
+    says(router, "one two three")
     stopped = await ask(client, stop_sequences=[" two"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " two")
     assert stopped.content[0].text == "one"
+
+
+async def test_more_tokens_than_the_context_has_fill_it(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    says(router, "")
+    router.script(saying(router.tokenizer.encode("one two"), finish_reason="length"))
+    full = await ask(client, max_tokens=32_000, stop_sequences=list("56789"))
+    assert full.stop_reason == "model_context_window_exceeded"
+    (submit,) = router.submitted
+    given = submit.input  # type: ignore[attr-defined]
+    assert given.max_tokens == 2048 - len(given.token_ids)
 
 
 async def test_calls_can_be_forbidden_and_be_one(
@@ -260,6 +274,15 @@ KEEP_SOME = {**KEEP_ALL, "keep": {"type": "thinking_turns", "value": 2}}
 CLEAR_USES = {"type": "clear_tool_uses_20250919"}
 
 
+DOCUMENT: Any = {"type": "document", "source": {"type": "text", "media_type": "text/plain"}}
+PDF: Any = {
+    "type": "document",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"},
+}
+PLAIN = {"type": "text", "media_type": "text/plain"}
+SEARCH: Any = {"type": "web_search_20250305", "name": "web_search"}
+
+
 def edits(*given: Any) -> dict[str, Any]:
     return {"edits": list(given)}
 
@@ -278,20 +301,25 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
         (of_user({"type": "tool_result"}), "tool_use_id"),
         (of_user({"type": "thinking", "thinking": ""}), "in a message of the role user"),
         (of_user(), "content"),
+        (of_user({**DOCUMENT, "source": {"type": "url", "url": "http://a/b"}}), "not fetched"),
+        (of_user({**DOCUMENT, "source": {"type": "file", "file_id": "f"}}), "not fetched"),
+        (of_user(PDF), "application/pdf"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": []}, "messages must be"),
         ({"max_tokens": 0}, "max_tokens must be"),
-        ({"max_tokens": 5000}, "max_tokens must be at most"),
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"stop_sequences": [""]}, "stop_sequences must be"),
         ({"temperature": 3}, "temperature must be"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "the request has no tools"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "the request has no tools"),
+        (
+            {"tools": [WEATHER, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "no tool with the name",
+        ),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "with the name 'f'"),
         ({"thinking": {"type": "between_tools"}}, "thinking"),
-        ({"thinking": {"type": "enabled", "display": "bold"}}, "thinking.display"),
         ({"output_config": {"effort": "ultra"}}, "output_config.effort"),
         ({"output_config": {"format": NOT_JSON_SCHEMA}}, "output_config cannot"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
@@ -306,7 +334,6 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
         ({"thread": {"type": "fork"}}, "thread.type"),
         ({"thread": {"type": "continue"}}, "needs a previous_message_id"),
         ({"thread": {"type": "continue", "previous_message_id": 5}}, "thread.previous_message_id"),
-        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
     ],
 )
 async def test_each_refusal_names_the_field(
@@ -362,19 +389,27 @@ async def test_the_clients_threads_replay_the_conversation(
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "named"),
     [
-        {"output_config": {"effort": "high"}},
-        {"output_config": {"effort": "max", "format": None}},
-        {"context_management": edits(KEEP_ALL)},
-        {"context_management": edits({**KEEP_ALL, "keep": {"type": "all"}})},
-        {"context_management": edits()},
-        {"thinking": {"type": "adaptive", "display": "omitted"}},
-        {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"}},
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"output_config": {"effort": "max", "format": None}}, "output_config.effort"),
+        ({"context_management": edits(KEEP_ALL)}, ""),
+        ({"context_management": edits({**KEEP_ALL, "keep": {"type": "all"}})}, ""),
+        ({"context_management": edits()}, ""),
+        ({"context_management": {}}, ""),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"}},
+            "thinking.budget_tokens, thinking.display",
+        ),
+        ({"mcp_servers": []}, ""),
+        ({"mcp_servers": [{}], "container": "c"}, "container, mcp_servers"),
+        ({"speed": "standard"}, ""),
+        ({"speed": "fast"}, "speed"),
     ],
 )
-async def test_hints_change_nothing(
-    router: RunningRouter, client: AsyncAnthropic, body: dict[str, Any]
+async def test_hints_change_nothing_and_are_named(
+    router: RunningRouter, client: AsyncAnthropic, body: dict[str, Any], named: str
 ) -> None:
     says(router, "Rome.")
     await ask(client)
@@ -383,7 +418,8 @@ async def test_hints_change_nothing(
     raw = await client.messages.with_raw_response.create(
         model="tiny", max_tokens=9, messages=ASKED, extra_body=body
     )
-    assert "warning" not in raw.headers
+    warning = f'299 tandem "fields without effect: {named}"' if named else None
+    assert raw.headers.get("warning") == warning
     assert prompt_of(router) == plain
 
 
@@ -392,16 +428,98 @@ async def test_what_has_no_effect_is_named(router: RunningRouter, client: AsyncA
         says(router, "Rome.")
         body = {
             "thread": {"type": "create"},
-            "output_config": {"task_budget": {}},
+            "output_config": {"wings": {}},
             "stream": stream,
         }
         raw = await client.messages.with_raw_response.create(
             model="tiny", max_tokens=9, messages=ASKED, extra_body=body
         )
         assert raw.headers["warning"] == (
-            '299 tandem "unknown fields of the request are ignored: output_config.task_budget", '
+            '299 tandem "unknown fields of the request are ignored: output_config.wings", '
             '299 tandem "fields without effect: thread"'
         )
+
+
+async def test_what_anthropics_servers_did_is_left_out(router: RunningRouter) -> None:
+    says(router, "Rome.")
+    history = [
+        *ASKED,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                {"type": "text", "text": "Rome?", "citations": [{"type": "char_location"}]},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+        *ASKED,
+    ]
+    body = {"model": "tiny", "messages": history, "tools": [SEARCH, WEATHER]}
+    for path, more in (("/v1/messages", {"max_tokens": 9}), ("/v1/messages/count_tokens", {})):
+        answer = await router.http.post(path, json=body | more)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["warning"] == (
+            '299 tandem "parts of the request are left out: '
+            "tools.web_search_20250305.web_search, messages.redacted_thinking, "
+            'messages.server_tool_use, messages.web_search_tool_result, messages.citations"'
+        )
+    prompt = prompt_of(router)
+    assert prompt.count("<|im_start|>assistant\nRome?<|im_end|>") == 1
+    assert prompt.count("<|im_start|>assistant") == 2
+    assert "get_weather" in prompt
+
+
+async def test_documents_are_text(router: RunningRouter) -> None:
+    text = base64.b64encode(b"from a file").decode()
+    file = {"type": "base64", "media_type": "text/plain", "data": text}
+    parts = {"type": "content", "content": [{"type": "text", "text": "in parts"}]}
+    found = {"type": "search_result", "source": "http://a", "title": "A", "content": "found"}
+    found["content"] = [{"type": "text", "text": "found"}]  # type: ignore[assignment]
+    blocks = [
+        {"type": "document", "title": "T", "context": "C", "source": {**PLAIN, "data": "plain"}},
+        {"type": "document", "source": file},
+        {"type": "document", "source": parts, "citations": {"enabled": True}},
+        found,
+        {"type": "tool_result", "tool_use_id": "a", "content": [{**DOCUMENT, "source": file}]},
+    ]
+    says(router, "Yes.")
+    body = {"model": "tiny", "max_tokens": 9, **of_user(*blocks)}
+    answer = await router.http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["warning"].endswith('left out: messages.citations"')
+    prompt = prompt_of(router)
+    for text in ("T\nC\nplain", "\nfrom a file", "in parts", "A\nhttp://a\nfound"):
+        assert text in prompt
+    assert "<tool_response>\nfrom a file" in prompt
+
+
+@pytest.mark.parametrize(
+    ("text", "max_tokens"),
+    [
+        (TEXT, 400),
+        ("<think>\nTwo cities.", 400),
+        ("<think>\nTwo cities, or", 5),
+        (TEXT, 42),
+        ("", 400),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_can_be_sent_back_wherever_it_was_cut(
+    router: RunningRouter, client: AsyncAnthropic, text: str, max_tokens: int, stream: bool
+) -> None:
+    says(router, text)
+    asked = {"tools": [WEATHER], "max_tokens": max_tokens}
+    if stream:
+        async with client.messages.stream(model="tiny", messages=ASKED, **asked) as events:  # type: ignore[arg-type]
+            said = await events.get_final_message()
+    else:
+        said = await ask(client, **asked)
+    for after in (ASKED, []):
+        says(router, "Yes.")
+        history = [*ASKED, said.to_param(), *after]
+        await ask(client, messages=history, tools=[WEATHER])
 
 
 async def test_errors_have_anthropics_form_and_status(

@@ -325,31 +325,38 @@ async def test_an_error_in_mid_stream_fails_the_response(router: RunningRouter) 
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
-NO_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}}
+NO_SCHEMA = {
+    "format": {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}, "strict": True}
+}
+
+
+PDF = {"type": "input_file", "file_data": "data:application/pdf;base64,AAAA"}
 
 
 @pytest.mark.parametrize(
     ("field", "value", "says_what"),
     [
         ("input", [IMAGE], "takes text only"),
-        ("input", [{"type": "web_search_call", "id": "x"}], "'web_search_call'"),
+        ("input", [{"type": "shell_call", "id": "x"}], "'shell_call'"),
+        ("input", [{"role": "user", "content": [PDF]}], "application/pdf"),
         ("input", [{"type": "function_call", "name": "f"}], "call_id"),
         ("input", [], "input must be"),
         ("input", 5, "input is not valid"),
         ("tools", [{"type": "function"}], "name"),
-        ("tools", [{"type": "web_search"}, {"type": None}], "tools.0.type"),
+        ("tools", [{"type": "web_search"}, {"type": None}], "tools.0"),
+        ("tools", [{"type": "custom"}], "tools.0.custom.name"),
+        ("tools", [{"type": "namespace", "name": "n", "tools": [{}]}], "tools.0.namespace.tools"),
         ("tools", [{"type": "web_search"}, "web_search"], "tools is not valid"),
         ("tools", {"type": "web_search"}, "tools is not valid"),
         ("tool_choice", {"type": "web_search"}, "tool_choice"),
         ("tool_choice", "required", "the request has no tools"),
         ("background", True, "background is not supported"),
         ("conversation", "conv_1", "conversation is not supported"),
-        ("include", ["file_search_call.results"], "include"),
+        ("include", [5], "include"),
+        ("prompt", {"id": "pmpt_1"}, "prompt is not supported"),
         ("text", NO_SCHEMA, "text cannot"),
-        ("text", {"verbosity": "high"}, "verbosity"),
-        ("reasoning", {"effort": "high"}, "does not take reasoning 'high'"),
+        ("reasoning", {"effort": "huge"}, "reasoning must be"),
         ("max_output_tokens", 0, "max_output_tokens must be"),
-        ("max_output_tokens", 5000, "max_output_tokens must be at most"),
         ("temperature", 3.0, "temperature must be"),
         ("top_logprobs", 21, "top_logprobs"),
         ("truncation", "middle", "truncation"),
@@ -367,28 +374,26 @@ async def test_each_refusal_names_the_field(
     assert not router.submitted
 
 
-OTHERS: list[Any] = [
-    {"type": "namespace", "name": "agents", "tools": [{**WEATHER, "name": "spawn"}]},
+HOSTED: list[Any] = [
     {"type": "web_search", "external_web_access": False},
-    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
     {"type": "mcp", "server_label": "x", "server_url": "http://x"},
 ]
 
 
-async def test_tools_that_are_no_functions_are_ignored_and_named(router: RunningRouter) -> None:
+async def test_tools_that_the_client_does_not_run_are_left_out(router: RunningRouter) -> None:
     for stream in (False, True):
         says(router, TEXT)
-        asked = {"input": "x", "tools": [OTHERS[0], WEATHER, *OTHERS[1:]], "stream": stream}
+        asked = {"input": "x", "tools": [HOSTED[0], WEATHER, HOSTED[1]], "stream": stream}
         answer = await router.http.post("/v1/responses", json=asked)
         assert answer.status_code == 200
+        named = "tools.web_search, tools.mcp"
         assert answer.headers["warning"] == (
-            '299 tandem "tools that are not functions are ignored: '
-            'namespace.agents, web_search, custom.apply_patch, mcp"'
+            f'299 tandem "parts of the request are left out: {named}"'
         )
         assert answer.text.count("get_weather") > 2
         prompt = prompt_of(router)
         assert "get_weather" in prompt
-        assert not [word for word in ("spawn", "web_search", "apply_patch") if word in prompt]
+        assert "web_search" not in prompt
     says(router, "Hi!")
     many = [{"type": f"kind_{i}", "name": "é" * 99} for i in range(1000)]
     answer = await router.http.post("/v1/responses", json={"input": "x", "tools": many * 2})
@@ -398,34 +403,180 @@ async def test_tools_that_are_no_functions_are_ignored_and_named(router: Running
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [
-        {"type": "web_search"},
-        {"type": "custom", "name": "apply_patch"},
-        {"type": "function", "name": "spawn"},
-        {"type": "function", "name": "apply_patch"},
-        {"type": "mcp", "server_label": "x"},
-        "required",
-    ],
+    "choice", [{"type": "web_search"}, {"type": "mcp", "server_label": "x"}, "required"]
 )
-async def test_no_ignored_tool_can_be_chosen(router: RunningRouter, choice: Any) -> None:
+async def test_no_tool_that_is_left_out_can_be_chosen(router: RunningRouter, choice: Any) -> None:
     with pytest.raises(
         openai.BadRequestError, match="needs a tool of an unsupported type"
     ) as raised:
-        await ask(router, extra_body={"tools": OTHERS, "tool_choice": choice})
+        await ask(router, extra_body={"tools": HOSTED, "tool_choice": choice})
     assert raised.value.param == "tool_choice"
     assert not router.submitted
 
 
-async def test_a_function_with_the_name_of_an_ignored_tool_can_be_chosen(
-    router: RunningRouter,
+def call_of(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+SPAWN = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
+AGENTS: list[Any] = [
+    {"type": "namespace", "name": "agents", "description": "d", "tools": [SPAWN, *HOSTED]},
+    {"type": "namespace", "name": "more", "tools": [SPAWN, {**WEATHER, "name": "now"}]},
+    WEATHER,
+]
+PATCH: Any = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits a file",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+
+
+async def test_functions_of_namespaces_are_called_by_their_names(router: RunningRouter) -> None:
+    calls = [call_of(name, "{}") for name in ("spawn", "more__spawn", "now", "get_weather")]
+    says(router, "".join(calls))
+    answer = await router.http.post("/v1/responses", json={"input": "x", "tools": AGENTS})
+    assert answer.status_code == 200, answer.text
+    assert "tools.agents.web_search" in answer.headers["warning"]
+    Response.model_validate(answer.json())
+    items = answer.json()["output"]
+    assert [(item["name"], item.get("namespace")) for item in items] == [
+        ("spawn", "agents"),
+        ("spawn", "more"),
+        ("now", "more"),
+        ("get_weather", None),
+    ]
+    outputs = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}
+        for item in items
+    ]
+    says(router, "Done.")
+    asked = {"input": [{"role": "user", "content": "x"}, *items, *outputs], "tools": AGENTS}
+    assert (await router.http.post("/v1/responses", json=asked)).status_code == 200
+    prompt = prompt_of(router)
+    said = prompt.rpartition("<|im_start|>user\nx")[2]
+    for name in ("spawn", "more__spawn", "now", "get_weather"):
+        assert said.count(f'{{"name": "{name}"') == 1, said
+    says(router, calls[1])
+    choice = {"type": "function", "name": "spawn", "namespace": "more"}
+    asked = {"input": "x", "tools": AGENTS, "tool_choice": choice}
+    answer = await router.http.post("/v1/responses", json=asked)
+    assert answer.status_code == 200, answer.text
+    (submit,) = router.submitted
+    assert "more__spawn" in submit.input.grammar  # type: ignore[attr-defined]
+
+
+async def test_a_custom_tool_gets_its_text(router: RunningRouter) -> None:
+    text = 'a "b"\n\\c'
+    call = call_of("apply_patch", json.dumps({"input": text}))
+    for stream in (False, True):
+        says(router, call)
+        if stream:
+            events = await events_of(router, tools=[PATCH, WEATHER])
+            own = [event for event in events if "custom_tool_call" in event["type"]]
+            assert [event["type"] for event in own] == [
+                "response.custom_tool_call_input.delta",
+                "response.custom_tool_call_input.done",
+            ]
+            assert (own[0]["delta"], own[1]["input"]) == (text, text)
+            response = events[-1]["response"]
+        else:
+            asked = {"input": "x", "tools": [PATCH, WEATHER]}
+            response = (await router.http.post("/v1/responses", json=asked)).json()
+        Response.model_validate(response)
+        (item,) = response["output"]
+        assert (item["type"], item["name"], item["input"]) == (
+            "custom_tool_call",
+            "apply_patch",
+            text,
+        )
+        assert item["id"].startswith("ctc_")
+        assert response["tools"][0] == PATCH
+        assert "start: /.+/" in prompt_of(router), "the grammar of the text is told"
+    says(router, "Done.")
+    result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
+    asked = {"input": [{"role": "user", "content": "x"}, item, result], "tools": [PATCH]}
+    assert (await router.http.post("/v1/responses", json=asked)).status_code == 200
+    said = prompt_of(router).rpartition("<|im_start|>user\nx")[2]
+    assert json.dumps({"input": text}) in said
+    assert "<tool_response>\nok" in said
+    says(router, call)
+    choice = {"type": "custom", "name": "apply_patch"}
+    asked = {"input": "x", "tools": [PATCH], "tool_choice": choice}
+    forced = await router.http.post("/v1/responses", json=asked)
+    assert [item["type"] for item in forced.json()["output"]] == ["custom_tool_call"]
+
+
+@pytest.mark.parametrize(
+    ("text", "max_tokens"),
+    [
+        (TEXT, 400),
+        ("<think>\nTwo cities.", 400),
+        ("<think>\nTwo cities, or", 5),
+        (TEXT, 42),
+        (call_of("apply_patch", '{"input": "some text of a patch"}'), 20),
+        ("", 400),
+    ],
+)
+async def test_an_answer_can_be_sent_back_wherever_it_was_cut(
+    router: RunningRouter, text: str, max_tokens: int
 ) -> None:
-    says(router, CALLS.split("\n</tool_call>")[0] + "\n</tool_call>")
-    hidden = {"type": "namespace", "name": "n", "tools": [WEATHER, None, "x"]}
-    choice = {"type": "function", "name": "get_weather"}
-    body = {"input": "x", "tools": [hidden, WEATHER], "tool_choice": choice}
+    says(router, text)
+    tools = [WEATHER, PATCH]
+    asked = {"input": "x", "tools": tools, "max_output_tokens": max_tokens}
+    answer = await router.http.post("/v1/responses", json=asked)
+    assert answer.status_code == 200, answer.text
+    items = answer.json()["output"]
+    user = {"role": "user", "content": "Go on."}
+    for after in ([user], []):
+        says(router, "Yes.")
+        again = {"input": [user, *items, *after], "tools": tools}
+        answer = await router.http.post("/v1/responses", json=again)
+        assert answer.status_code == 200, answer.text
+
+
+async def test_hints_of_a_response_are_named(router: RunningRouter) -> None:
+    says(router, "Hi!")
+    body = {
+        "input": [
+            {"role": "user", "content": "x"},
+            {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        ],
+        "text": {"verbosity": "low"},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+        "context_management": [{"type": "compaction", "compact_threshold": 1000}],
+    }
     answer = await router.http.post("/v1/responses", json=body)
-    assert [item["type"] for item in answer.json()["output"]] == ["function_call"]
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["warning"] == (
+        '299 tandem "parts of the request are left out: input.web_search_call, '
+        'include.web_search_call.action.sources", 299 tandem "fields without effect: '
+        'context_management, text.verbosity", 299 tandem "fields without effect: reasoning.effort"'
+    )
+
+
+async def test_items_may_be_named_instead_of_sent(router: RunningRouter) -> None:
+    says(router, "Rome.")
+    first = (await router.http.post("/v1/responses", json={"input": "Paris or Rome?"})).json()
+    says(router, "Because.")
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    asked = [{"role": "user", "content": "Paris or Rome?"}, reference]
+    asked.append({"role": "user", "content": "Why?"})
+    answer = await router.http.post("/v1/responses", json={"input": asked})
+    assert answer.status_code == 200, answer.text
+    assert "assistant\nRome.<|im_end|>" in prompt_of(router)
+    listed = await router.openai.responses.input_items.list(first["id"])
+    says(router, "Because.")
+    asked[0] = {"type": "item_reference", "id": listed.data[0].id}
+    answer = await router.http.post("/v1/responses", json={"input": asked})
+    assert answer.status_code == 200, answer.text
+    assert "user\nParis or Rome?<|im_end|>" in prompt_of(router)
+    asked[1] = {"type": "item_reference", "id": "msg_1"}
+    lost = await router.http.post("/v1/responses", json={"input": asked})
+    assert lost.status_code == 404
+    assert lost.json()["error"]["code"] == "item_not_found"
+    assert "Item with id 'msg_1' not found" in lost.json()["error"]["message"]
 
 
 async def test_a_long_input_is_cut_only_if_asked(router: RunningRouter) -> None:

@@ -159,14 +159,10 @@ def forced(name: str) -> dict[str, Any]:
         ("tool_choice", "always", 'required" or one of the tools'),
         ("tool_choice", forced("other"), "no tool with the name 'other'"),
         ("tool_choice", {"type": "function"}, 'required" or one of the tools'),
-        ("tools", [{"type": "web_search"}], 'must be "function"'),
         ("tools", [{"type": "function", "function": {"parameters": {}}}], "must have a name"),
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}], "schema"),
         ("parallel_tool_calls", "no", "true or false"),
-        ("reasoning_effort", "high", "does not take reasoning_effort"),
         ("reasoning_effort", "much", "one of none, minimal"),
-        ("chat_template_kwargs", {"wings": 2}, "allowed: enable_thinking"),
-        ("chat_template_kwargs", {"tools": []}, "allowed: enable_thinking"),
         ("messages", [{"role": "tool", "tool_call_id": "a", "content": None}], "content"),
         ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}], "tool_calls"),
     ],
@@ -179,6 +175,65 @@ async def test_each_refusal_names_the_field(
     assert raised.value.param == field
     assert says_what in raised.value.message
     assert not router.submitted
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("reasoning_effort", "low", "reasoning_effort"),
+        ("reasoning_effort", "none", ""),
+        ("chat_template_kwargs", {"wings": 2}, "chat_template_kwargs.wings"),
+        ("chat_template_kwargs", {"tools": []}, "chat_template_kwargs.tools"),
+        ("chat_template_kwargs", {"messages": "x"}, "chat_template_kwargs.messages"),
+        ("chat_template_kwargs", {"enable_thinking": True}, ""),
+        ("verbosity", "low", "verbosity"),
+        ("web_search_options", {"search_context_size": "low"}, "web_search_options"),
+    ],
+)
+async def test_a_hint_is_answered_and_named(
+    router: RunningRouter, field: str, value: Any, named: str
+) -> None:
+    router.script(saying([*router.tokenizer.encode("Yes."), 2], finish_reason="stop"))
+    for path in ("/v1/chat/completions", "/tokenize"):
+        if path == "/tokenize" and field in ("verbosity", "web_search_options"):
+            continue
+        body = {"messages": [{"role": "user", "content": "x"}], field: value}
+        answer = await router.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        if path != "/tokenize":
+            warning = f'299 tandem "fields without effect: {named}"' if named else None
+            assert answer.headers.get("warning") == warning
+
+
+async def test_a_custom_tool_of_a_chat_gets_its_text(router: RunningRouter) -> None:
+    tool = {"type": "custom", "custom": {"name": "patch", "description": "Edits"}}
+    says = '<tool_call>\n{"name": "patch", "arguments": {"input": "a \\"b\\""}}\n</tool_call>'
+    ids = [*router.tokenizer.encode(says), 2]
+    chosen = {"type": "custom", "custom": {"name": "patch"}}
+    calls = []
+    for choice in ("auto", chosen):
+        for stream in (False, True):
+            router.script(saying(ids, finish_reason="stop"))
+            body = {"tools": [tool, {"type": "web_search"}], "tool_choice": choice}
+            body |= {"messages": [{"role": "user", "content": "x"}], "stream": stream}
+            answer = await router.http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["warning"].endswith('left out: tools.web_search"')
+            if stream:
+                lines = [line[6:] for line in answer.text.split("\n\n") if line[6:7] == "{"]
+                deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+                calls += [c for delta in deltas for c in delta.get("tool_calls", [])]
+            else:
+                message = answer.json()["choices"][0]["message"]
+                calls += message["tool_calls"]
+    assert [(call["type"], call["custom"]) for call in calls] == [
+        ("custom", {"name": "patch", "input": 'a "b"'})
+    ] * 4
+    router.script(saying([*router.tokenizer.encode("Done."), 2], finish_reason="stop"))
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "ok"}
+    body = {"messages": [{"role": "user", "content": "x"}, message, result], "tools": [tool]}
+    answer = await router.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
 
 
 async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> None:
@@ -239,7 +294,7 @@ async def test_the_same_over_grpc(router: RunningRouter) -> None:
                 "tool_choice",
             ),
             (pb.Chat(chat_template_kwargs="[]"), "chat_template_kwargs"),
-            (pb.Chat(reasoning_effort="high"), "reasoning_effort"),
+            (pb.Chat(reasoning_effort="huge"), "reasoning_effort"),
         ):
             refused.messages.add(role="user", content="x")
             with pytest.raises(grpc.aio.AioRpcError, match=named) as raised:

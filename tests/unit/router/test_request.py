@@ -17,6 +17,7 @@ from tandem.router.request.request import (
     MODEL_DEFAULTS,
     ClientRequest,
     check_model,
+    is_alias,
     read_model_defaults,
 )
 from tests.harness.client_requests import client_request
@@ -27,7 +28,7 @@ BAD_SAMPLING = [
     ("temperature", 2.01),
     ("temperature", math.nan),
     ("temperature", math.inf),
-    ("top_p", 0.0),
+    ("top_p", -0.01),
     ("top_p", 1.01),
     ("top_p", math.nan),
     ("min_p", -0.1),
@@ -70,7 +71,7 @@ def test_sampling_out_of_range_names_the_field_and_the_range(name: str, value: f
         ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", 2**31),
-        ("stop", ["a"] * 5),
+        ("stop", ["a"] * 257),
         ("stop", [""]),
         ("stop", ["x" * 1025]),
         ("stop_token_ids", [1] * 129),
@@ -123,6 +124,47 @@ def test_another_model_is_named() -> None:
         check_model("TINY", served="tiny")
 
 
+@pytest.mark.parametrize(
+    ("alias", "names", "others"),
+    [
+        ("gpt-4o", ["gpt-4o"], ["gpt-4o-mini", "GPT-4o", "gpt-4"]),
+        (
+            "claude-*",
+            ["claude-", "claude-haiku-4-5-20251001"],
+            ["claude", "a-claude-b", "Claude-x"],
+        ),
+        ("*-mini", ["gpt-5-mini", "-mini"], ["gpt-5-mini-x", "mini"]),
+        ("a*b*a", ["aba", "abba", "a.b.a"], ["ab", "aa", "ba", "abab"]),
+        ("a*a", ["aa", "a\na"], ["a"]),
+        ("*", ["anything", "a.b"], []),
+        ("a.c", ["a.c"], ["abc"]),
+    ],
+)
+def test_an_alias_names_the_model(alias: str, names: list[str], others: list[str]) -> None:
+    for name in names:
+        check_model(name, served="tiny", aliases=["never", alias])
+    for name in others:
+        with pytest.raises(ModelNotFound):
+            check_model(name, served="tiny", aliases=["never", alias])
+
+
+def test_an_alias_is_compared_in_linear_time() -> None:
+    assert not is_alias("a" * 1_000_000, ["*a" * 20 + "*b"])
+
+
+def test_a_top_p_of_0_is_greedy() -> None:
+    resolved = SamplingParams(top_p=0.0).resolved(max_tokens=3)
+    assert (resolved.temperature, resolved.top_p) == (0.0, 1.0)
+    resolved = SamplingParams(top_p=0.5).resolved(max_tokens=3)
+    assert (resolved.temperature, resolved.top_p) == (1.0, 0.5)
+
+
+def test_a_prompt_is_not_truncated_for_more_tokens_than_the_context_has() -> None:
+    for max_tokens, kept in ((1, 99), (60, 40), (99, 1), (100, 99), (32_000, 99), (None, 99)):
+        request = client_request("x", max_tokens=max_tokens, truncate_prompt_tokens=-1)
+        assert request.prompt_tokens_max(100) == kept
+
+
 def test_completion_limit() -> None:
     request = ClientRequest(prompt="x")
     assert request.resolved_max_tokens(4, 10) == 6
@@ -130,9 +172,14 @@ def test_completion_limit() -> None:
     assert client_request(prompt="x", default_max_tokens=16).resolved_max_tokens(4, 10) == 6
     exact = client_request(prompt="x", max_tokens=6)
     assert exact.resolved_max_tokens(4, 10) == 6
-    with pytest.raises(ContextTooLong, match="must be at most 5") as raised:
-        exact.resolved_max_tokens(5, 10)
-    assert raised.value.param == "max_tokens"
+    beyond = client_request(prompt="x", max_tokens=32_000, default_max_tokens=2)
+    assert beyond.resolved_max_tokens(4, 10) == 6, "as many as the context has"
+    assert beyond.resolved_max_tokens(4, 10, pool_tokens=8) == 4
+    with pytest.raises(ContextTooLong, match="at most 9"):
+        beyond.resolved_max_tokens(10, 10)
+    needs = client_request(prompt="x", max_tokens=32_000, min_tokens=7)
+    with pytest.raises(BadRequest, match="min_tokens is 7; it must be at most 6"):
+        needs.resolved_max_tokens(4, 10)
     with pytest.raises(ContextTooLong, match="at most 9"):
         request.resolved_max_tokens(10, 10)
     with pytest.raises(BadRequest, match="without any token"):

@@ -12,6 +12,7 @@ sends the whole conversation.
 https://platform.claude.com/docs/en/api/errors
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,8 @@ MODELS_PATH = "/v1/models"
 def is_anthropic(scope: Mapping[str, Any]) -> bool:
     """Decides whether the call with this ASGI scope uses Anthropic's API. Both Anthropic's and
     OpenAI's API have /v1/models; only Anthropic's clients send the header `anthropic-version`."""
-    path = scope["path"]
+    # A client that sends a slash or /v1 too much gets an error, which has its API's form, too.
+    path = re.sub("/{2,}", "/", scope["path"]).replace("/v1/v1/", "/v1/", 1)
     if _is_within(path, MODELS_PATH):
         return any(name == b"anthropic-version" for name, _ in scope["headers"])
     return _is_within(path, PATH)

@@ -36,6 +36,9 @@ _TEXT = {
 }
 
 
+_PING = {"type": "ping"}
+
+
 def usage_body(usage: Usage, pin_s: float = 0.0) -> dict[str, Any]:
     """Builds the `usage` object. `input_tokens` counts neither the prompt tokens read from the KV
     cache nor those that `cache_control` pinned in the KV cache. `pin_s` is the duration of the pins
@@ -70,6 +73,7 @@ class MessageReplies:
         self.reply_id = f"msg_{parsed.request_id}"
         self._model = model
         self._pin_s = parsed.requests[0].retention.pin_s
+        self._max_tokens = parsed.requests[0].sampling.max_tokens or 0
         self._blocks = _Blocks()
         self._has_begun = False
 
@@ -100,6 +104,10 @@ class MessageReplies:
         """Encodes the events of one delta."""
         return b"".join(event(one, one["type"]) for one in self._events(delta))
 
+    def keep_alive(self) -> bytes:
+        """Encodes a ping, which may also come before `message_start`."""
+        return event(_PING, _PING["type"])
+
     def ending(self) -> bytes:
         """Returns b"", because `events` has sent `message_stop` together with the last delta."""
         return b""
@@ -112,10 +120,12 @@ class MessageReplies:
         if not self._has_begun:
             self._has_begun = True
             yield {"type": "message_start", "message": self._empty_message(delta)}
-            yield {"type": "ping"}
+            yield _PING
         yield from self._blocks.push(delta)
         if delta.finish_reason:
-            stop_reason, stop_sequence = _stopped(delta, has_calls=self._blocks.num_calls > 0)
+            stop_reason, stop_sequence = _stopped(
+                delta, self._max_tokens, has_calls=self._blocks.num_calls > 0
+            )
             stopped = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
             usage = usage_body(delta.usage, self._pin_s)
             yield {"type": "message_delta", "delta": stopped, "usage": usage}
@@ -204,11 +214,13 @@ def _fill(block: dict[str, Any], text: str) -> None:
         block[block["type"]] = text
 
 
-def _stopped(delta: Delta, *, has_calls: bool) -> tuple[str, str | None]:
+def _stopped(delta: Delta, max_tokens: int, *, has_calls: bool) -> tuple[str, str | None]:
     """Returns Anthropic's `stop_reason` and `stop_sequence` for a delta with a finish reason.
+    `max_tokens` is the number that the client sent; the context may have had room for fewer.
     `has_calls` is True if the message contains a tool call."""
     if delta.finish_reason == "length":
-        return "max_tokens", None
+        is_full = delta.usage.completion_tokens < max_tokens
+        return "model_context_window_exceeded" if is_full else "max_tokens", None
     if has_calls:
         return "tool_use", None
     if isinstance(delta.stop_reason, str):

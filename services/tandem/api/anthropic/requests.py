@@ -15,6 +15,7 @@ https://platform.claude.com/docs/en/api/messages
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -22,10 +23,12 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from tandem.api.openai.fields import UnusedFields
+from tandem.api.openai.fields import FieldPolicy, each
+from tandem.api.openai.files import decode_text
 from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.requests import parse_chat, validate
 from tandem.api.openai.structured import Strict
+from tandem.api.openai.tools import arguments_of, drop_tools, kind_of
 from tandem.common.printable import shorten
 from tandem.common.retention import PRIORITY_DEFAULT
 from tandem.errors import BadRequest, ThreadNotFound
@@ -42,19 +45,22 @@ NAMES = {
     "stop": "stop_sequences",
     "parallel_tool_calls": "tool_choice",
 }
-_BOOKKEEPING = ("diagnostics", "inference_geo", "metadata", "service_tier")
-_UNUSED = UnusedFields(
-    ignored=frozenset((*_BOOKKEEPING, "betas", "user_profile_id", "workspace_id")),
-    neutral={
-        "container": (),
-        "mcp_servers": ([],),
-        "speed": ("standard",),
-    },
+# The same, for the header `warning`.
+HINT_NAMES = {"reasoning_effort": "output_config.effort"}
+_POLICY = FieldPolicy(
+    records=frozenset(
+        (
+            *("betas", "diagnostics", "inference_geo", "metadata", "service_tier"),
+            *("user_profile_id", "workspace_id"),
+        )
+    ),
+    # `container` and `mcp_servers` are about tools that Anthropic's servers run.
+    hints={**each("container", "mcp_servers"), "speed": ("standard",)},
 )
 _ALLOWED = {
     "messages": "a non-empty list of messages, each with a role (user, assistant or system) and a "
-    "content that is a string or a non-empty list of blocks: text, tool_use and thinking (of an "
-    "assistant), image and tool_result (of a user)",
+    "content that is a string or a list of blocks: text, tool_use and thinking (of an assistant), "
+    "image, document, search_result and tool_result (of a user)",
     "system": "a string or a list of text blocks",
     "max_tokens": "an integer of at least 1",
     "stop_sequences": ALLOWED["stop"],
@@ -72,11 +78,16 @@ _ALLOWED = {
     "sent together with output_config.format, its newer name",
     "cache_control": 'an object with the type "ephemeral" and a ttl of "5m" or "1h"',
 }
+_TEXTS = ("text", "document", "search_result")  # types of blocks that become text
 _KINDS = {
     "system": ("text",),
-    "user": ("text", "image", "tool_result"),
+    "user": (*_TEXTS, "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
 }
+# Types of blocks that say what tools of Anthropic's servers did, and of thinking that only these
+# servers can read. They are left out. So are blocks whose type ends with _SERVER_RESULT.
+_LEFT_OUT = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload")
+_SERVER_RESULT = "_tool_result"
 
 
 class _Part(BaseModel):
@@ -131,7 +142,86 @@ class TextBlock(_Markable):
     text: str
 
 
-_Texts = Annotated[list[TextBlock], BeforeValidator(lambda content: _as_blocks(content, ("text",)))]
+_SystemTexts = Annotated[
+    list[TextBlock], BeforeValidator(lambda content: _as_blocks(content, ("text",)))
+]
+
+
+class _TextSource(_Part):
+    type: Literal["text"]
+    data: str
+
+    @property
+    def text(self) -> str:
+        return self.data
+
+
+class _FileSource(_Part):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+    @property
+    def text(self) -> str:
+        return decode_text(self.data, self.media_type)
+
+
+class _ContentSource(_Part):
+    type: Literal["content"]
+    content: _SystemTexts
+
+    @property
+    def text(self) -> str:
+        return _text(self.content)
+
+
+def _check_document(source: object) -> object:
+    kind = kind_of(source)
+    if kind is not None and kind not in ("text", "base64", "content"):
+        raise _wrong(
+            "the source of a document has the type {kind}; allowed are text, content and base64, "
+            "because documents of other servers are not fetched",
+            kind=repr(kind[:40]),
+        )
+    return source
+
+
+class DocumentBlock(_Markable):
+    """A document, which becomes a text of its title, its context and its own text. The answer has
+    no citations."""
+
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[_TextSource | _FileSource | _ContentSource, Field(discriminator="type")],
+        BeforeValidator(_check_document),
+    ]
+    title: str | None = None
+    context: str | None = None
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        _ = self.text
+        return self
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
+
+
+class SearchResultBlock(_Markable):
+    """A result of the client's own search, which becomes a text."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: _SystemTexts
+
+    @property
+    def text(self) -> str:
+        return "\n".join((self.title, self.source, _text(self.content)))
+
+
+_TextLike = TextBlock | DocumentBlock | SearchResultBlock
 
 
 class ImageSource(_Part):
@@ -172,7 +262,8 @@ class ToolUseBlock(_Markable):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    # A client may send the text of an input that was cut.
+    input: dict[str, Any] | str
 
 
 class ToolResultBlock(_Markable):
@@ -181,7 +272,8 @@ class ToolResultBlock(_Markable):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[
-        list[TextBlock], BeforeValidator(lambda sent: _as_blocks(sent or [], ("text",)))
+        list[Annotated[_TextLike, Field(discriminator="type")]],
+        BeforeValidator(lambda sent: _as_blocks(sent or [], _TEXTS)),
     ] = []
     is_error: bool = False
 
@@ -191,17 +283,19 @@ class ToolResultBlock(_Markable):
 
 
 Block = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    _TextLike | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
 
 class InputMessage(_Part):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_as_blocks), Field(min_length=1)]
+    content: Annotated[list[Block], BeforeValidator(_as_blocks)]
 
     @model_validator(mode="after")
     def _check_kinds(self) -> Self:
+        if not self.content and self.role != "assistant":
+            raise _wrong("the message must have content")
         for index, block in enumerate(self.content):
             if block.type not in _KINDS[self.role]:
                 raise _wrong(
@@ -222,11 +316,11 @@ class InputMessage(_Part):
             if isinstance(block, ToolResultBlock):
                 result = {"tool_call_id": block.tool_use_id, "content": _parts(block.content)}
                 messages.append({"role": "tool", **result})
-            elif isinstance(block, TextBlock | ImageBlock):
+            elif isinstance(block, _TextLike | ImageBlock):
                 if not messages or messages[-1]["role"] == "tool":
                     messages.append({"role": self.role, "content": []})
                 messages[-1]["content"] += (
-                    _parts([block]) if isinstance(block, TextBlock) else [block.to_chat()]
+                    [block.to_chat()] if isinstance(block, ImageBlock) else _parts([block])
                 )
         return messages
 
@@ -239,6 +333,8 @@ class InputMessage(_Part):
             message["reasoning_content"] = "".join(thoughts)
         if calls:
             message["tool_calls"] = calls
+        if not self.content:  # an answer may be empty
+            message["content"] = ""
         return message
 
 
@@ -288,13 +384,13 @@ class AnthropicToolChoice(_Part):
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(_Part):
-    """`budget_tokens` has no effect: nothing but `max_tokens` bounds what a model thinks. All of it
-    is shown, whatever `display` says."""
+class Thinking(Strict):
+    """Nothing but `max_tokens` bounds what a model thinks, and all of it is shown."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    field_policy = FieldPolicy(hints=each("budget_tokens", "display"))
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
 
     def wanted(self) -> bool | None:
         """Returns True if the client turns thinking on, False if it turns thinking off, and None if
@@ -310,7 +406,8 @@ class OutputFormat(_Part):
 class OutputConfig(Strict):
     """`effort` is a hint, which a chat template may not take."""
 
-    unused = UnusedFields()
+    model_config = ConfigDict(strict=True, extra="ignore")
+    field_policy = FieldPolicy(hints=each("task_budget"))
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -320,7 +417,7 @@ class OutputConfig(Strict):
         if self.effort is not None:
             fields["reasoning_effort"] = "xhigh" if self.effort == "max" else self.effort
         if self.format is not None:
-            schema = {"name": "output", "schema": self.format.schema_}
+            schema = {"name": "output", "schema": self.format.schema_, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
@@ -375,13 +472,13 @@ class Thread(_Part):
 class CountTokensBody(Strict):
     """The fields that say what the prompt is."""
 
-    unused = _UNUSED
+    field_policy = _POLICY
     allowed = _ALLOWED
-    parts = {"output_config": OutputConfig}
+    parts = {"output_config": OutputConfig, "thinking": Thinking}
 
     model: str = Field("", description=ALLOWED["model"])
     messages: list[InputMessage] = Field(description=_ALLOWED["messages"])
-    system: _Texts = Field([], description=_ALLOWED["system"])
+    system: _SystemTexts = Field([], description=_ALLOWED["system"])
     tools: list[Annotated[Tool, BeforeValidator(_check_tool)]] = Field(
         [], description=_ALLOWED["tools"]
     )
@@ -394,6 +491,27 @@ class CountTokensBody(Strict):
         None, description=_ALLOWED["context_management"]
     )
     thread: Thread | None = Field(None, description=_ALLOWED["thread"])
+
+    @classmethod
+    def leave_out(cls, body: dict[str, Any]) -> list[str]:
+        """Removes tools that Anthropic's servers run, and what they did in earlier answers."""
+        dropped = [f"tools.{name}" for name in drop_tools(body, ("custom",))]
+        messages = body.get("messages")
+        kept = []
+        for message in messages if isinstance(messages, list) else ():
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, list):
+                blocks = [block for block in content if not _is_left_out(block)]
+                dropped += [f"messages.{block['type']}" for block in content if _is_left_out(block)]
+                if any(isinstance(b, dict) and b.pop("citations", None) for b in blocks):
+                    dropped.append("messages.citations")
+                if content and not blocks:
+                    continue
+                message["content"] = blocks
+            kept.append(message)
+        if isinstance(messages, list):
+            body["messages"] = kept
+        return dropped
 
     def pin_s(self) -> float:
         """Returns the longest time to live of the request's `cache_control` marks, in seconds.
@@ -429,12 +547,14 @@ class CountTokensBody(Strict):
 
     def to_chat(self) -> dict[str, Any]:
         """Converts the fields that determine the prompt to a body of OpenAI's chat API. If the
-        assistant sent the last message, the model continues that message."""
+        assistant's text is the last message, the model continues that message."""
         messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
         for message in self.messages:
             messages += message.to_chat()
         chat: dict[str, Any] = {"model": self.model, "messages": messages}
-        if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        last = messages[-1] if messages else {}
+        # Where an answer was cut in its thinking, a new answer begins.
+        if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
             chat["continue_final_message"] = True
         if self.tools:
             chat["tools"] = [tool.to_chat() for tool in self.tools]
@@ -491,7 +611,7 @@ def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
     (request,) = parsed.requests
     thinking = body.thinking.wanted() if body.thinking is not None else None
     assert isinstance(request.prompt, Conversation)
-    chat = replace(request.prompt, thinking=thinking, effort_is_hint=True)
+    chat = replace(request.prompt, thinking=thinking)
     retention = msgspec.structs.replace(request.retention, pin_s=body.pin_s())
     marked = replace(request, prompt=chat, retention=retention)
     if (pinned := body.pinned()) is not None:
@@ -504,6 +624,11 @@ def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
     return replace(parsed, requests=(marked,))
 
 
+def _is_left_out(block: object) -> bool:
+    kind = kind_of(block) or ""
+    return kind in _LEFT_OUT or (kind.endswith(_SERVER_RESULT) and kind != _SERVER_RESULT[1:])
+
+
 def _is_marked(part: object) -> bool:
     return isinstance(part, _Markable) and bool(part.marks())
 
@@ -512,11 +637,12 @@ def _text(blocks: list[TextBlock]) -> str:
     return "".join(block.text for block in blocks)
 
 
-def _parts(blocks: list[TextBlock]) -> list[dict[str, Any]]:
+def _parts(blocks: Sequence[_TextLike]) -> list[dict[str, Any]]:
     """Converts text blocks to the content parts of a chat message."""
     return [{"type": "text", "text": block.text} for block in blocks]
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": json.dumps(block.input)}
+    sent = arguments_of(block.input) if isinstance(block.input, str) else block.input
+    function = {"name": block.name, "arguments": json.dumps(sent)}
     return {"id": block.id, "type": "function", "function": function}

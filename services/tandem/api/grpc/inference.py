@@ -26,6 +26,7 @@ from tandem.api.grpc.chat import parse_chat
 from tandem.api.grpc.embeddings import EmbedAnswer, parse_inputs
 from tandem.api.grpc.usage import usage_message
 from tandem.api.openai.embeddings import NAMES, check_dimensions, embed
+from tandem.api.openai.fields import WITHOUT_EFFECT, warn
 from tandem.common.config.router import RouterConfig
 from tandem.common.kv_budget import SINKS_DEFAULT, SINKS_WINDOW, KvBudget
 from tandem.common.retention import PRIORITY_DEFAULT
@@ -153,6 +154,8 @@ class GrpcApi:
         async with aclosing(self._generator.generate(request, _trace(context))) as deltas:
             async for delta in deltas:
                 trailers = dict(delta.limit_headers)
+                if delta.total is not None:
+                    warn(trailers, WITHOUT_EFFECT, self._generator.without_effect(request))
                 if wants_timing and delta.total is not None and delta.timeline is not None:
                     trailers["server-timing"] = delta.timeline.server_timing()
                 if trailers and delta.total is not None:

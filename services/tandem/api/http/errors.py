@@ -5,6 +5,7 @@ Once a stream has started, an error is sent as the last event of the stream. Tan
 clients stop reading at the error event.
 """
 
+import re
 from typing import Any
 
 import msgspec
@@ -79,14 +80,16 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def _not_served(request: Request) -> str:
-    """Builds the message for an unknown path. A client may have added /v1 twice or not at all. So
-    if adding or removing /v1 gives a path that is served, the message suggests this path."""
+    """Builds the message for an unknown path. A client may have added /v1 twice or not at all, or
+    slashes. If the path without this mistake is served, the message suggests it."""
     path: str = request.scope["path"]
-    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
-    scope = {**request.scope, "path": meant}
-    is_served = any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
-    hint = f"; use {meant}" if is_served else ""
-    return f"the path {path[:80]!r} is not served here{hint}"
+    plain = re.sub("/{2,}", "/", path).rstrip("/")
+    others = (plain, plain.removeprefix("/v1") if plain.startswith("/v1/v1/") else f"/v1{plain}")
+    for meant in others:
+        scope = {**request.scope, "path": meant}
+        if meant != path and any(r.matches(scope)[0] is not Match.NONE for r in request.app.routes):
+            return f"the path {path[:80]!r} is not served here; use {meant[:80]}"
+    return f"the path {path[:80]!r} is not served here"
 
 
 def _allowed_methods(request: Request) -> list[str]:

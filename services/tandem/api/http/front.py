@@ -44,6 +44,8 @@ class Front:
                 allow_methods=("GET", "HEAD", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=_EXPOSED,
+                # Browsers ask for this if a public page calls a router in a private network.
+                allow_private_network=True,
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -37,7 +37,7 @@ from typing import Any
 import httptools
 import msgspec
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -363,6 +363,8 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.parser.get_method() == b"CONNECT":
             message = "the method CONNECT is not supported, because this server is no proxy"
             self._refusal = (400, "invalid_request", message)
+        elif reason := self._wrong_host():
+            self._refusal = (400, "invalid_request", reason)
         if self._refusal is not None:
             # The parser fails with this error, and uvicorn then calls `send_400_response`.
             raise ValueError(self._refusal)
@@ -378,9 +380,20 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_bytes = self._num_small_reads = 0
         self._enter(_Phase.BODY)
 
+    def _wrong_host(self) -> str:
+        """Returns what is wrong with the header's fields `Host` (RFC 9112, 3.2); "" if nothing."""
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1:
+            return "the header has several fields Host; send one"
+        if not num_hosts and self.parser.get_http_version() == "1.1":
+            return "the header has no field Host, which HTTP/1.1 requires"
+        return ""
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
-        super()._start_asgi_task(cycle, app)
+        is_old = cycle.scope["http_version"] == "1.0"
+        made: Any = _without_chunks(app, cycle) if is_old else app
+        super()._start_asgi_task(cycle, made)
 
     def on_body(self, body: bytes) -> None:
         # From now on, `_header_bytes` counts chunk extensions and trailer fields of the body.
@@ -469,6 +482,32 @@ class BoundedProtocol(HttpToolsProtocol):
     def _is_all_answered(self) -> bool:
         """Returns True if all requests of the connection have been answered."""
         return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
+
+
+def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """Returns the app for a client of HTTP/1.0, which knows neither chunks nor `100 Continue`. The
+    end of a response of unknown length is the end of the connection, which uvicorn closes after
+    each response to such a client."""
+    cycle.waiting_for_100_continue = False
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                fields = message.get("headers", ())
+                has_length = any(name.lower() == b"content-length" for name, _ in fields)
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                # uvicorn compares the bytes that it sends with this number.
+                cycle.expected_content_length += len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return serve
 
 
 def _refusal(status: int, code: str, message: str) -> bytes:

@@ -6,7 +6,15 @@ notices a disconnect only while it sends, and a request that waits in a queue se
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from functools import partial
 from itertools import chain
@@ -19,12 +27,15 @@ from starlette.types import Receive, Scope, Send
 from tandem.api.openai.choices import ChoiceDelta
 from tandem.errors import TandemError
 from tandem.router.request.delta import Delta
+from tandem.router.request.generator import Admission
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+BeforeEnd = Callable[[], Awaitable[None]]
 # A reply with more log probabilities than this is built in a thread, not in the event loop.
 _MEASURED_MAX = 256
+KEEP_ALIVE_S = 10.0
 
 
 class ReplyFormat(Protocol):
@@ -44,6 +55,9 @@ class ReplyFormat(Protocol):
 
     def events(self, choice: int, delta: Delta) -> bytes:
         """Encodes the events for one delta of a choice. Returns b"" if the delta needs no event."""
+
+    def keep_alive(self) -> bytes:
+        """Encodes what is sent while there is nothing to say."""
 
     def ending(self) -> bytes:
         """Encodes the bytes that are sent after the last delta of all choices."""
@@ -74,20 +88,26 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Streams a generation as server-sent events. The status is 200, because the generation has
-    already produced its first delta when the response starts."""
+    """Streams a generation as server-sent events. The status is 200, because a worker has admitted
+    the request when the response starts.
+
+    After each KEEP_ALIVE_S seconds without an event, a comment or a ping is sent, because proxies
+    and clients close connections that are silent.
+    """
 
     def __init__(
         self,
-        first: ChoiceDelta,
+        first: asyncio.Future[ChoiceDelta],
         rest: AsyncGenerator[ChoiceDelta, None],
         replies: ReplyFormat,
         headers: Mapping[str, str],
         *,
         with_timing: bool = False,
+        before_end: BeforeEnd | None = None,
     ) -> None:
-        """`with_timing`: True if the stream ends with an SSE comment that has the timeline of the
-        choice that ended last."""
+        """`first` yields the first delta, and `rest` the others. `before_end` is awaited before the
+        events of the last delta are sent, and after they were built. `with_timing`: True if the
+        stream ends with an SSE comment that has the timeline of the choice that ended last."""
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
             media_type="text/event-stream",
@@ -98,6 +118,8 @@ class EventStream(Response):
         self._rest = rest
         self._replies = replies
         self._with_timing = with_timing
+        self._before_end = before_end
+        self._sent_at = 0.0  # time of the last event, on the event loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -105,36 +127,89 @@ class EventStream(Response):
         except (ClientDisconnect, OSError):
             log.debug("the client disconnected before the end of reply %s", self._replies.reply_id)
         finally:
-            await self._rest.aclose()
+            await _close(self._first, self._rest)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        last = self._first
-        await self._send_delta(send, last)
+        self._sent_at = asyncio.get_running_loop().time()
+        keeping_alive = asyncio.create_task(self._keep_alive(send))
         try:
+            ending = await self._send_deltas(send)
+        finally:
+            keeping_alive.cancel()
+        await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _send_deltas(self, send: Send) -> bytes:
+        """Sends the events of all deltas. Returns the end of the stream, which may be an error."""
+        try:
+            last = await self._first
+            await self._send_delta(send, last)
             async for last in self._rest:
                 await self._send_delta(send, last)
             ending = self._replies.ending()
             if self._with_timing and last.delta.timeline is not None:
                 timing = f": server-timing: {last.delta.timeline.server_timing()}\n\n"
                 ending = timing.encode() + ending
+            return ending
         except TandemError as error:
-            ending = self._replies.failure(error)
-        await send({"type": "http.response.body", "body": ending, "more_body": False})
+            return self._replies.failure(error)
+
+    async def _keep_alive(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if (silent_s := loop.time() - self._sent_at) < KEEP_ALIVE_S:
+                await asyncio.sleep(KEEP_ALIVE_S - silent_s)
+            else:
+                await self._send(send, self._replies.keep_alive())
+
+    async def _send(self, send: Send, events: bytes) -> None:
+        self._sent_at = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def _send_delta(self, send: Send, came: ChoiceDelta) -> None:
         events = await _build([came.delta], partial(self._replies.events, *came))
-        await send({"type": "http.response.body", "body": events, "more_body": True})
+        if self._before_end is not None and came.delta.total is not None:
+            await self._before_end()
+        await self._send(send, events)
 
 
-async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
-    """Waits for the first delta. If the generation fails earlier, the error can still set the HTTP
-    status, because nothing was sent to the client."""
+async def begin_stream(
+    request: Request,
+    deltas: AsyncGenerator[ChoiceDelta, None],
+    admission: asyncio.Future[Admission] | None,
+) -> asyncio.Future[ChoiceDelta]:
+    """Waits until workers have admitted the request, or for the first delta if it comes earlier or
+    if `admission` is None. Returns the future first delta.
+
+    If the generation fails earlier, the error can still set the HTTP status, because nothing was
+    sent to the client.
+    """
+    first = asyncio.ensure_future(anext(deltas))
+
+    async def begin() -> None:
+        awaited = [first] if admission is None else [first, admission]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            first.result()
+
     try:
-        return await until_disconnect(request.receive, anext(deltas))
+        await until_disconnect(request.receive, begin())
     except BaseException:
-        await deltas.aclose()
+        await _close(first, deltas)
         raise
+    return first
+
+
+async def _close(
+    first: asyncio.Future[ChoiceDelta], rest: AsyncGenerator[ChoiceDelta, None]
+) -> None:
+    """Cancels a generation whose first delta may still be awaited."""
+    if not first.done():
+        first.cancel()
+        await asyncio.wait([first])
+    elif not first.cancelled():
+        first.exception()  # Python reports errors that nobody has read.
+    await rest.aclose()
 
 
 async def collect(

@@ -13,7 +13,7 @@ from tandem.errors import BadRequest
 from tandem.router.request.allowed import name_prompt
 from tandem.router.request.choices.interleave import interleave
 from tandem.router.request.delta import Delta
-from tandem.router.request.generator import Generator
+from tandem.router.request.generator import BodyRequests, Generator
 from tandem.router.request.request import ClientRequest
 
 
@@ -27,13 +27,15 @@ async def generate_choices(
     requests: Sequence[ClientRequest],
     trace: Mapping[str, str],
     num_before: int = 0,
+    together: BodyRequests | None = None,
 ) -> AsyncGenerator[ChoiceDelta, None]:
     """Yields the deltas of all choices as they arrive. `requests` has one entry for each prompt.
 
-    `num_before` is used by callers that split the prompts of a body into several calls: it is the
-    number of prompts in earlier calls, so that errors name the right prompt.
+    `together` is the state that the requests share; None: a new one. `num_before` is used by
+    callers that split the prompts of a body into several calls: it is the number of prompts in
+    earlier calls, so that errors name the right prompt.
     """
-    together = generator.together(len(requests))
+    together = together or generator.together(len(requests))
     prompts = [generator.generate(r, trace, together) for r in requests]
     if num_before + len(prompts) > 1:
         prompts = [named(index, deltas) for index, deltas in enumerate(prompts, num_before)]

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Discriminator, Field, Tag
 
 from tandem.api.openai.choices import generate_choices
-from tandem.api.openai.fields import UnusedFields
+from tandem.api.openai.fields import FieldPolicy, each
 from tandem.api.openai.requests import OnePrompt, TextPrompt, TokenIdsPrompt, prompt_kind
 from tandem.api.openai.structured import Strict
 from tandem.common.sampling_params import CHOICES_MAX, SamplingParams
@@ -42,7 +42,7 @@ _Inputs = Annotated[list[OnePrompt], Field(min_length=1, max_length=INPUTS_MAX),
 
 
 class EmbeddingsBody(Strict):
-    unused = UnusedFields(ignored=frozenset(("user",)))
+    field_policy = FieldPolicy(records=frozenset(("user",)), hints=each("priority"))
     allowed = _ALLOWED
 
     model: str = Field("", description=ALLOWED["model"])

@@ -20,6 +20,7 @@ class ParsedRequest:
     # prompt token; None: the reply has no such list
     prompt_logprobs: int | None
     tokens_as_ids: bool
+    custom_tools: frozenset[str] = frozenset()  # names of the tools of the type `custom`
 
     @property
     def num_choices(self) -> int:

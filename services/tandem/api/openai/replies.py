@@ -1,15 +1,15 @@
 """Replies in OpenAI's format: complete bodies and stream chunks."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.api.openai.errors import error_body
 from tandem.api.openai.logprobs import ChoiceLogprobs
 from tandem.api.openai.parsed import ParsedRequest
-from tandem.api.openai.tools import call_body, call_chunk, joined
-from tandem.api.sse import DONE, event
+from tandem.api.openai.tools import CallChunks, call_body, joined
+from tandem.api.sse import DONE, KEEP_ALIVE, event
 from tandem.errors import TandemError
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.request.delta import Delta, Usage
@@ -47,6 +47,7 @@ class Replies:
     _ended: list[Usage] = field(default_factory=list)
     # choice index -> formatter of the choice's log probabilities
     _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)
+    _calls: dict[int, CallChunks] = field(default_factory=dict)  # by choice index
 
     @property
     def is_chat(self) -> bool:
@@ -64,6 +65,10 @@ class Replies:
     def events(self, choice: int, delta: Delta) -> bytes:
         """Encodes the chunks for one delta as server-sent events."""
         return b"".join(map(event, self.chunks(choice, delta)))
+
+    def keep_alive(self) -> bytes:
+        """Encodes a comment, which clients ignore."""
+        return KEEP_ALIVE
 
     def ending(self) -> bytes:
         """Encodes the event that ends a stream without an error."""
@@ -97,7 +102,7 @@ class Replies:
             "stop_reason": deltas[-1].stop_reason,
         }
         if self.is_chat:
-            choice["message"] = _message(text, deltas)
+            choice["message"] = _message(text, deltas, self.parsed.custom_tools)
         else:
             is_wanted = self.parsed.prompt_logprobs is not None
             choice["prompt_logprobs"] = (
@@ -120,7 +125,7 @@ class Replies:
         if self.is_chat and index not in self._begun:
             head = {"role": "assistant", "content": ""}
             chunks.append(self._chunk(index, head, delta, is_head=True))
-        message = _delta_message(delta) if self.is_chat else {}
+        message = self._delta_message(index, delta) if self.is_chat else {}
         if message or delta.finish_reason or self._sends_each_token:
             chunks.append(self._chunk(index, message, delta))
         self._begun.add(index)
@@ -130,6 +135,17 @@ class Replies:
                 usage = usage_body(summed(self._ended))
                 chunks.append({**self._chunk_head(), "choices": [], "usage": usage})
         return chunks
+
+    def _delta_message(self, index: int, delta: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {}
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        if delta.text:
+            message["content"] = delta.text
+        chunks = self._calls.setdefault(index, CallChunks(self.parsed.custom_tools))
+        if calls := chunks.push(delta.tool_calls, is_last=bool(delta.finish_reason)):
+            message["tool_calls"] = calls
+        return message
 
     @property
     def _sends_each_token(self) -> bool:
@@ -201,24 +217,13 @@ class Replies:
         }
 
 
-def _message(text: str, deltas: Sequence[Delta]) -> dict[str, Any]:
+def _message(text: str, deltas: Sequence[Delta], custom: Container[str]) -> dict[str, Any]:
     """Builds the message of a complete chat reply. The message has the field `tool_calls` only if
-    the model called tools."""
+    the model called tools. `custom` has the names of the tools of the type `custom`."""
     calls = joined([call for delta in deltas for call in delta.tool_calls])
     content = text or (None if calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     message["reasoning_content"] = "".join(delta.reasoning for delta in deltas) or None
     if calls:
-        message["tool_calls"] = list(map(call_body, calls))
-    return message
-
-
-def _delta_message(delta: Delta) -> dict[str, Any]:
-    message: dict[str, Any] = {}
-    if delta.reasoning:
-        message["reasoning_content"] = delta.reasoning
-    if delta.text:
-        message["content"] = delta.text
-    if delta.tool_calls:
-        message["tool_calls"] = list(map(call_chunk, delta.tool_calls))
+        message["tool_calls"] = [call_body(call, custom) for call in calls]
     return message

@@ -5,7 +5,8 @@ The pydantic classes of this module check only the types of values. `SamplingPar
 `ClientRequest` check whether a number is in its range, for all APIs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import (
@@ -20,10 +21,20 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from tandem.api.openai.fields import drop_unknown, strip_unused
+from tandem.api.openai.fields import COMPLETION_POLICY
+from tandem.api.openai.files import text_of_file
 from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.structured import StreamOptions, Strict, StructuredFields
-from tandem.api.openai.tools import SentToolCall, SentToolChoice, Tool, ToolChoice
+from tandem.api.openai.tools import (
+    CUSTOM,
+    SentToolCall,
+    SentToolChoice,
+    Tool,
+    ToolChoice,
+    custom_names,
+    drop_tools,
+    kind_of,
+)
 from tandem.common.kv_budget import SINKS_DEFAULT, SINKS_WINDOW, KvBudget
 from tandem.common.retention import PRIORITY_DEFAULT, Retention
 from tandem.common.sampling_params import CHOICES_MAX, LOGPROBS_MAX, SamplingParams
@@ -42,22 +53,22 @@ _OTHERS = {"logprobs", "structured_outputs"}
 _SAMPLING = {*SamplingParams.__struct_fields__} - _OTHERS
 _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
-COMPLETION_LOGPROBS_MAX = 5  # OpenAI's limit for `logprobs` of a completion
 _ALLOWED = {
     **ALLOWED,
     "prompt": f"{ALLOWED['prompt']}, or a list of at most {CHOICES_MAX} such prompts",
-    "logprobs": f"an integer from 0 to {COMPLETION_LOGPROBS_MAX} for a completion, and true or "
-    "false for a chat",
+    "logprobs": f"an integer from 0 to {LOGPROBS_MAX} for a completion, and true or false for a "
+    "chat",
     "top_logprobs": f"an integer from 0 to {LOGPROBS_MAX}, and only with logprobs=true",
     "prompt_logprobs": f"{ALLOWED['prompt_logprobs']}; it cannot be sent with stream=true",
 }
 
 
 class RetentionFields(Strict):
-    """The fields that say how long KV is worth keeping. The first two are OpenAI's."""
+    """The fields about reuse of the request's KV: two of OpenAI, one of vLLM and one of Tandem."""
 
     prompt_cache_retention: str | None = Field(None, description=ALLOWED["prompt_cache_retention"])
     prompt_cache_key: str | None = Field(None, description=ALLOWED["prompt_cache_key"])
+    cache_salt: str | None = Field(None, description=ALLOWED["cache_salt"])
     kv_priority: int = Field(PRIORITY_DEFAULT, description=ALLOWED["kv_priority"])
 
     def retention(self) -> Retention:
@@ -116,19 +127,33 @@ def _refuse_content(value: object) -> None:
 _Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
 
 
-def _refuse_other_parts(content: object) -> object:
-    for index, part in enumerate(content if isinstance(content, list) else ()):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in _PARTS:
+def _read_parts(content: object) -> object:
+    """Converts files with text, and refusals of earlier answers, to text parts. Raises an error for
+    a part of another type."""
+    if not isinstance(content, list):
+        return content
+    content = [_as_text_part(part) for part in content]
+    for index, part in enumerate(content):
+        if (kind := kind_of(part)) is not None and kind not in _PARTS:
             raise PydanticCustomError(
                 "unsupported",
                 "part {index} has the type {kind}; allowed are {allowed}",
-                {"index": index, "kind": repr(kind[:40]), "allowed": " and ".join(_PARTS)},
+                {"index": index, "kind": repr(kind[:40]), "allowed": ", ".join(_ALL_PARTS)},
             )
     return content
 
 
+def _as_text_part(part: object) -> object:
+    match part:
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "file", "file": dict(file)}:
+            return {"type": "text", "text": text_of_file(file)}
+    return part
+
+
 _PARTS = ("text", "image_url")
+_ALL_PARTS = (*_PARTS, "file", "refusal")
 _Part = Annotated[ChatTextPart | ChatImagePart, Field(discriminator="type")]
 
 
@@ -138,17 +163,22 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: str
-    content: Annotated[str | list[_Part] | None, BeforeValidator(_refuse_other_parts)] = None
+    content: Annotated[str | list[_Part] | None, BeforeValidator(_read_parts)] = None
     name: str | None = None
     tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # newer clients of vLLM use this name for `reasoning_content`
     thinking: str | None = None  # gpt-oss uses this name for `reasoning_content`
-    annotations: _Unsupported = None
+    refusal: str | None = None  # of an earlier answer, which has no content then
     audio: _Unsupported = None
     function_call: _Unsupported = None
-    refusal: _Unsupported = None
+
+    @model_validator(mode="after")
+    def _read_refusal(self) -> Self:
+        if not self.content and self.refusal and self.role == "assistant":
+            self.content = self.refusal
+        return self
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
@@ -243,6 +273,7 @@ class _Body(StructuredFields, BudgetField, RetentionFields):
             length_penalty=self.length_penalty,
             retention=self.retention(),
             kv_budget=self.budget(),
+            cache_salt=self.cache_salt or "",
             request_id=request_id,
         )
 
@@ -296,6 +327,7 @@ _Prompts = Annotated[list[OnePrompt], Field(max_length=CHOICES_MAX), Tag("list[s
 
 
 class CompletionBody(_Body):
+    field_policy = COMPLETION_POLICY
     default_max_tokens = COMPLETION_MAX_TOKENS
 
     prompt: Annotated[TextPrompt | TokenIdsPrompt | _Prompts, Discriminator(prompt_kind)] = Field(
@@ -314,8 +346,8 @@ class CompletionBody(_Body):
         return self.best_of
 
     def num_logprobs(self) -> int | None:
-        """Returns `logprobs`. Raises BadRequest if the number exceeds OpenAI's limit."""
-        if not 0 <= (self.logprobs or 0) <= COMPLETION_LOGPROBS_MAX:
+        """Returns `logprobs`. Raises BadRequest if the number is too large."""
+        if not 0 <= (self.logprobs or 0) <= LOGPROBS_MAX:
             raise _refusal("logprobs")
         return self.logprobs
 
@@ -334,6 +366,20 @@ class CompletionBody(_Body):
 
 class ConversationFields(Strict):
     """The fields of a chat that say what its prompt is."""
+
+    @classmethod
+    def leave_out(cls, body: dict[str, Any]) -> list[str]:
+        """Removes tools that the client does not run, and names what messages have in vain."""
+        dropped = [f"tools.{name}" for name in drop_tools(body, ("function", CUSTOM))]
+        messages = body.get("messages")
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                if message.pop("annotations", None):
+                    dropped.append("messages.annotations")
+                if message.get("refusal") and message.get("content"):
+                    del message["refusal"]
+                    dropped.append("messages.refusal")
+        return dropped
 
     messages: list[ChatMessage] = Field(description=ALLOWED["messages"])
     add_generation_prompt: bool | None = Field(None, description=ALLOWED["add_generation_prompt"])
@@ -386,12 +432,31 @@ class ChatBody(ConversationFields, _Body):
 def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
     """Removes the fields that the class `kind` does not know from a body and from its nested
     objects. Returns the names of the removed fields."""
-    unknown = drop_unknown(body, kind.supported, kind.unused)
+    unknown = kind.field_policy.drop_unknown(body, kind.supported)
+    for part, its_kind, sent in _parts_of(kind, body):
+        inside = its_kind.field_policy.drop_unknown(sent, its_kind.supported)
+        unknown += [f"{part}.{name}" for name in inside]
+    return unknown
+
+
+def hints_in(kind: type[Strict], body: dict[str, Any]) -> list[str]:
+    """Returns the names of the fields that have no effect, in a body and in its nested objects."""
+    return [
+        *kind.field_policy.hints_in(body),
+        *(
+            f"{part}.{name}"
+            for part, its_kind, sent in _parts_of(kind, body)
+            for name in its_kind.field_policy.hints_in(sent)
+        ),
+    ]
+
+
+def _parts_of(
+    kind: type[Strict], body: dict[str, Any]
+) -> Iterator[tuple[str, type[Strict], dict[str, Any]]]:
     for part, its_kind in kind.parts.items():
         if isinstance(sent := body.get(part), dict):
-            inside = drop_unknown(sent, its_kind.supported, its_kind.unused)
-            unknown += [f"{part}.{name}" for name in inside]
-    return unknown
+            yield part, its_kind, sent
 
 
 def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
@@ -428,7 +493,8 @@ def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
             "only one of max_tokens and max_completion_tokens may be sent", param="max_tokens"
         )
     request = parsed.to_request(parsed.to_conversation(), request_id)
-    return _parsed_request(parsed, request_id, request)
+    custom = custom_names(body.get("tools"))
+    return replace(_parsed_request(parsed, request_id, request), custom_tools=custom)
 
 
 def _parsed_request(body: _Body, request_id: str, *requests: ClientRequest) -> ParsedRequest:
@@ -452,7 +518,7 @@ def validate(kind: type[_BodyT], body: dict[str, Any]) -> _BodyT:
     """Checks a body against the pydantic class `kind`. Raises BadRequest with the name and the
     allowed values of the invalid field."""
     try:
-        return kind.model_validate(strip_unused(body, kind.supported, kind.unused))
+        return kind.model_validate(kind.field_policy.acted_on(body, kind.supported))
     except ValidationError as error:
         raise _as_bad_request(error, {**_ALLOWED, **kind.allowed}) from None
 

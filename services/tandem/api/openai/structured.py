@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tandem.api.openai.fields import CHAT_FIELDS, UnusedFields
+from tandem.api.openai.fields import CHAT_POLICY, FieldPolicy
 from tandem.errors import BadRequest
 from tandem.models.grammars.text import Kind, StructuredOutput
 from tandem.router.request.allowed import ALLOWED, refusal
@@ -21,7 +21,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     supported: ClassVar[frozenset[str]]
-    unused: ClassVar[UnusedFields] = CHAT_FIELDS
+    # what happens to fields that the class does not have
+    field_policy: ClassVar[FieldPolicy] = CHAT_POLICY
     # field name -> text about the allowed values, for error messages. Texts about fields that
     # several bodies share are in `_ALLOWED` of requests.py.
     allowed: ClassVar[Mapping[str, str]] = {}
@@ -33,6 +34,13 @@ class Strict(BaseModel):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         cls.supported = frozenset(cls.model_fields)
 
+    @classmethod
+    def leave_out(cls, body: dict[str, Any]) -> list[str]:
+        """Removes from a body the parts that Tandem does not support and that an answer does not
+        need, such as tools of the provider's servers. Returns their names. The body is not
+        validated, so values of wrong types stay as they are."""
+        return []
+
 
 class StreamOptions(Strict):
     include_usage: bool = False
@@ -42,7 +50,8 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    """`strict`: false ignores keywords of the schema that are not supported."""
+    """With `strict` true, keywords of the schema that are not supported are refused. By default
+    they are ignored, as in OpenAI's API."""
 
     name: str = ""
     description: str | None = None
@@ -64,7 +73,7 @@ class ResponseFormat(Strict):
         if self.json_schema is None:
             return StructuredOutput("response_format", "json_object")
         source = json.dumps(self.json_schema.schema_)
-        lenient = self.json_schema.strict is False
+        lenient = self.json_schema.strict is not True
         return StructuredOutput("response_format", "json_schema", source, lenient)
 
 

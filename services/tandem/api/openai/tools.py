@@ -1,9 +1,18 @@
 """Tools, tool calls and reasoning in OpenAI's chats: in requests and in replies."""
 
 import json
-from typing import Annotated, Any, Literal, NamedTuple
+import re
+from collections.abc import Container, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainValidator, TypeAdapter
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainValidator,
+    TypeAdapter,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from tandem.router.parsers.machine import CallDelta
@@ -14,18 +23,95 @@ def _wrong(message: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported", message)
 
 
+# type of the tools whose only argument is text, such as a patch
+CUSTOM = "custom"
+_INPUT = "input"  # name of this argument, where such a tool is a function
+
+
+def as_function(name: str, description: str | None, text_format: object) -> dict[str, Any]:
+    """Builds the function that a tool of the type `custom` becomes, because models call functions
+    only. `text_format` may have a grammar of the text, which becomes a part of the description."""
+    parts = [description] if description else []
+    match text_format:
+        case {"type": "grammar", "syntax": str(syntax), "definition": str(definition)}:
+            parts.append(f"The input follows this {syntax} grammar:\n{definition}")
+    function: dict[str, Any] = {"name": name}
+    if parts:
+        function["description"] = "\n\n".join(parts)
+    function["parameters"] = {
+        "type": "object",
+        "properties": {_INPUT: {"type": "string"}},
+        "required": [_INPUT],
+        "additionalProperties": False,
+    }
+    return function
+
+
+def input_of(arguments: str) -> str:
+    """Returns the text argument of a call of a `custom` tool. Of arguments that are cut, this is
+    the text so far, and of malformed ones all text."""
+    try:
+        value = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        value = None
+    text = arguments
+    if isinstance(value, dict) and isinstance(value.get(_INPUT), str):
+        text = value[_INPUT]
+    elif (cut := _CUT_INPUT.fullmatch(arguments)) is not None:
+        text = json.loads(f'"{cut[1]}"', strict=False)
+    # Half of a surrogate pair is no character.
+    return text.encode(errors="ignore").decode()
+
+
+def arguments_of_input(text: str) -> str:
+    """Returns the arguments of the call of a `custom` tool with this text."""
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
+
+
+# The text so far of arguments that end in the middle of it. Half of an escape is left out.
+_CUT_INPUT = re.compile(
+    r'\s*\{\s*"input"\s*:\s*"((?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*)(?:\\(?:u[0-9a-fA-F]{0,3})?|"\s*)?'
+)
+
+
+def drop_tools(body: dict[str, Any], kept: Container[str]) -> list[str]:
+    """Removes the tools whose type is not in `kept` from a body, because Tandem does not run tools.
+    Returns what was removed: TYPE.NAME for a tool with a name, TYPE for a tool without a name."""
+    tools = body.get("tools")
+    if not isinstance(tools, list):
+        return []
+    kinds = [kind_of(tool) for tool in tools]
+    is_dropped = [kind is not None and kind not in kept for kind in kinds]
+    body["tools"] = [tool for tool, dropped in zip(tools, is_dropped, strict=True) if not dropped]
+    return [
+        f"{tool['type']}.{tool.get('name') or ''}".rstrip(".")
+        for tool, dropped in zip(tools, is_dropped, strict=True)
+        if dropped
+    ]
+
+
+def kind_of(part: object) -> str | None:
+    """Returns the type of a tool, an item or a content part; None if it is not valid."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
 def _check_tool(tool: object) -> object:
-    """Validates the fields of a tool that Tandem uses. The tool itself does not change, because the
-    chat template gets it as the client sent it."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise _wrong('the type of a tool must be "function"')
-    function = tool.get("function")
+    """Validates the fields of a tool that Tandem uses. A function does not change, because the chat
+    template gets it as the client sent it. A tool of the type `custom` becomes a function."""
+    if not isinstance(tool, dict) or tool.get("type") not in ("function", CUSTOM):
+        raise _wrong('the type of a tool must be "function" or "custom"')
+    kind = tool["type"]
+    function = tool.get(kind)
     if not isinstance(function, dict):
-        raise _wrong("the function of a tool must be an object")
+        raise _wrong(f"the {kind} of a tool must be an object")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise _wrong("the function of a tool must have a name")
+        raise _wrong(f"the {kind} of a tool must have a name")
     if not isinstance(function.get("description"), str | None):
-        raise _wrong("the description of a function must be a string")
+        raise _wrong("the description of a tool must be a string")
+    if kind == CUSTOM:
+        sent = as_function(function["name"], function.get("description"), function.get("format"))
+        return {"type": "function", "function": sent}
     if not isinstance(function.get("parameters"), dict | None):
         raise _wrong("the parameters of a function must be an object with a JSON schema")
     return tool
@@ -33,6 +119,15 @@ def _check_tool(tool: object) -> object:
 
 Tool = Annotated[dict[str, Any], BeforeValidator(_check_tool)]
 TOOLS = TypeAdapter(list[Tool])
+
+
+def custom_names(tools: object) -> frozenset[str]:
+    """Returns the names of the valid tools of the type `custom` in a chat's tools."""
+    return frozenset(
+        tool[CUSTOM]["name"]
+        for tool in (tools if isinstance(tools, list) else ())
+        if kind_of(tool) == CUSTOM
+    )
 
 
 class ToolChoice(NamedTuple):
@@ -48,6 +143,8 @@ def _read_choice(sent: object) -> ToolChoice:
             return ToolChoice(sent)
         case {"type": "function", "function": {"name": str(name)}} if name:
             return ToolChoice("required", name)
+        case {"type": "custom", "custom": {"name": str(name)}} if name:
+            return ToolChoice("required", name)
     raise _wrong(
         'tool_choice must be "auto", "none", "required", or an object with the type "function" and '
         "the name of a function"
@@ -61,7 +158,15 @@ class _SentFunction(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     name: str
-    arguments: str = ""
+    # Some clients send the object itself.
+    arguments: str | dict[str, Any] | None = None
+
+
+class _SentCustom(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str
+    input: str = ""
 
 
 class SentToolCall(BaseModel):
@@ -69,14 +174,26 @@ class SentToolCall(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: _SentFunction
+    id: str | None = None
+    type: Literal["function", "custom"] | None = None
+    function: _SentFunction | None = None
+    custom: _SentCustom | None = None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if (self.function is None) == (self.custom is None):
+            raise _wrong("a tool call must have either function or custom")
+        return self
 
     def to_tool_call(self) -> ToolCall:
         """Converts the call to a ToolCall. The arguments become an object, because chat templates
         expect one."""
-        return ToolCall(self.id, self.function.name, arguments_of(self.function.arguments))
+        if self.custom is not None:
+            return ToolCall(self.id or "", self.custom.name, {_INPUT: self.custom.input})
+        assert self.function is not None
+        sent = self.function.arguments or ""
+        arguments = sent if isinstance(sent, dict) else arguments_of(sent)
+        return ToolCall(self.id or "", self.function.name, arguments)
 
 
 def arguments_of(text: str) -> dict[str, Any]:
@@ -84,23 +201,54 @@ def arguments_of(text: str) -> dict[str, Any]:
     {"arguments": text}, so that the conversation can continue."""
     try:
         arguments = json.loads(text, strict=False) if text.strip() else {}
+        if "\\ud" in text.lower():  # Half of a surrogate pair is no character.
+            json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else {"arguments": text}
 
 
-def call_body(call: CallDelta) -> dict[str, Any]:
-    """Formats a tool call for a complete reply."""
+def call_body(call: CallDelta, custom: Container[str] = ()) -> dict[str, Any]:
+    """Formats a tool call for a complete reply. `custom` has the names of the `custom` tools."""
+    if call.name in custom:
+        sent = {"name": call.name, "input": input_of(call.arguments)}
+        return {"id": call.id, "type": CUSTOM, CUSTOM: sent}
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def call_chunk(call: CallDelta) -> dict[str, Any]:
-    """Formats a delta of a tool call for a stream. The arguments of a call are spread over several
-    deltas. Only the first delta of a call has the id and the name."""
-    if not call.name:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {"index": call.index, **call_body(call)}
+class CallChunks:
+    """Formats the deltas of one answer's tool calls for a stream.
+
+    The arguments of a function are spread over several deltas, of which only the first one has the
+    id and the name. The text of a `custom` tool is a string in the model's JSON, so it comes in one
+    piece when the call is complete.
+    """
+
+    def __init__(self, custom: Container[str]) -> None:
+        self._custom = custom
+        self._held: CallDelta | None = None  # the call of a `custom` tool that is not complete
+
+    def push(self, calls: Sequence[CallDelta], *, is_last: bool) -> list[dict[str, Any]]:
+        """Returns the chunks for new deltas. `is_last`: the answer ends with them."""
+        chunks = []
+        for call in calls:
+            if call.name:
+                chunks += self._flush()
+            if call.name in self._custom:
+                self._held = CallDelta(call.index, call.arguments, call.id, call.name)
+            elif self._held is not None:
+                self._held.arguments += call.arguments
+            elif call.name:
+                chunks.append({"index": call.index, **call_body(call)})
+            else:
+                chunks.append({"index": call.index, "function": {"arguments": call.arguments}})
+        return [*chunks, *(self._flush() if is_last else ())]
+
+    def _flush(self) -> list[dict[str, Any]]:
+        held = self._held
+        self._held = None
+        return [] if held is None else [{"index": held.index, **call_body(held, self._custom)}]
 
 
 def joined(deltas: list[CallDelta]) -> list[CallDelta]:

@@ -1,11 +1,11 @@
 """Lists the input items of a kept response, page by page."""
 
 import re
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.api.responses.items import Item
+from tandem.api.responses.store import input_item_id
 from tandem.errors import BadRequest
 
 _LIMIT, _LIMIT_MAX = 20, 100
@@ -15,19 +15,21 @@ _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
 
 
-def items_with_ids(items: Sequence[Item]) -> list[dict[str, Any]]:
+def items_with_ids(items: Sequence[Item], request_id: str) -> list[dict[str, Any]]:
     """Formats the input items of a request as the API returns them, each with a new id."""
     return [
         {
-            "id": f"{_PREFIXES[item.type]}_{uuid.uuid4().hex}",
+            "id": input_item_id(_PREFIXES[item.type], request_id, index),
             "status": "completed",
             **item.model_dump(exclude_none=True),
         }
-        for item in items
+        for index, item in enumerate(items)
     ]
 
 

@@ -6,11 +6,15 @@ assistant message with all three. So consecutive items of the assistant become o
 https://platform.openai.com/docs/api-reference/responses/create
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+from tandem.api.openai.files import text_of_file
+from tandem.api.openai.tools import arguments_of_input, kind_of
+from tandem.api.responses.tools import ToolName
 
 
 class ContentPart(BaseModel):
@@ -24,24 +28,36 @@ def _wrong(message: str, **about: object) -> PydanticCustomError:
 
 
 _TEXTS = ("input_text", "output_text", "text")
+_AS_TEXTS = ("input_file", "refusal")  # parts that become texts
 _PARTS = (*_TEXTS, "input_image")
 
 
 def _as_parts(content: object, allowed: tuple[str, ...] = _PARTS) -> object:
-    """Converts a string to a list of one text part. Raises an error for a part of a type that is
-    not allowed."""
+    """Converts a string to a list of one text part, and files and refusals to text parts. Raises an
+    error for a part of a type that is not allowed."""
     if isinstance(content, str):
         return [{"type": "input_text", "text": content}]
-    for index, part in enumerate(content if isinstance(content, list) else ()):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in allowed:
+    if not isinstance(content, list):
+        return content
+    content = [_as_text_part(part) for part in content]
+    for index, part in enumerate(content):
+        if (kind := kind_of(part)) is not None and kind not in allowed:
             raise _wrong(
                 "part {index} has the type {kind}; allowed are {allowed}",
                 index=index,
                 kind=repr(kind[:40]),
-                allowed=", ".join(allowed),
+                allowed=", ".join((*allowed, *_AS_TEXTS)),
             )
     return content
+
+
+def _as_text_part(part: Any) -> Any:
+    match part:
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "output_text", "text": text}
+        case {"type": "input_file"}:
+            return {"type": "input_text", "text": text_of_file(part)}
+    return part
 
 
 class ResponseTextPart(ContentPart):
@@ -77,11 +93,22 @@ class FunctionCallItem(ContentPart):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
+class CustomCallItem(ContentPart):
+    """A call of a tool of the type `custom` of an earlier response."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
 class FunctionCallOutputItem(ContentPart):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: _Texts
 
@@ -102,7 +129,23 @@ class ReasoningItem(ContentPart):
         return "".join(part.text for part in self.content or self.summary)
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_CALLS = ("function_call", "custom_tool_call")
+_KINDS = ("message", *_CALLS, *(f"{kind}_output" for kind in _CALLS), "reasoning")
+# Types of items that say what tools of OpenAI's servers did. They are left out.
+_LEFT_OUT = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+    *("tool_search_call", "tool_search_output"),
+)
+
+
+def leave_out_items(body: dict[str, Any]) -> list[str]:
+    """Removes the items of tools that OpenAI's servers run from a body. Returns their types."""
+    items = body.get("input")
+    if not isinstance(items, list):
+        return []
+    body["input"] = [item for item in items if kind_of(item) not in _LEFT_OUT]
+    return [str(kind) for item in items if (kind := kind_of(item)) in _LEFT_OUT]
 
 
 def _as_items(sent: object) -> object:
@@ -126,14 +169,15 @@ def _as_items(sent: object) -> object:
 
 
 Item = Annotated[
-    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem,
+    MessageItem | FunctionCallItem | CustomCallItem | FunctionCallOutputItem | ReasoningItem,
     Field(discriminator="type"),
 ]
 Items = Annotated[list[Item], BeforeValidator(_as_items)]
 
 
-def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Converts input items to the messages of a chat with the same content."""
+def to_messages(items: Sequence[Item], names: Mapping[ToolName, str]) -> list[dict[str, Any]]:
+    """Converts input items to the messages of a chat with the same content. `names` are the names
+    that the request's tools have in the chat."""
     messages: list[dict[str, Any]] = []
     # the assistant's message to which the next item may be added; None: the last chat message is
     # not from the assistant
@@ -153,8 +197,14 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
             if item.text:
                 said = assistant("content", "tool_calls")
                 said["reasoning_content"] = said.get("reasoning_content", "") + item.text
-        elif isinstance(item, FunctionCallItem):
-            function = {"name": item.name, "arguments": item.arguments}
+        elif isinstance(item, FunctionCallItem | CustomCallItem):
+            sent = ToolName(item.name, item.namespace)
+            arguments = (
+                item.arguments
+                if isinstance(item, FunctionCallItem)
+                else arguments_of_input(item.input)
+            )
+            function = {"name": names.get(sent, item.name), "arguments": arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             assistant().setdefault("tool_calls", []).append(call)
         elif isinstance(item, FunctionCallOutputItem):

@@ -1,13 +1,13 @@
-"""Keeps a router's latest responses, so that clients can read them and continue conversations.
+"""A router's latest responses in its own memory.
 
-`--responses-kept` is the maximum number of responses, which is 0 by default. A completed response
-is kept until a client deletes it, until it is evicted, or until the router ends.
+`--responses-kept` is the maximum number of responses. A completed response is kept until a client
+deletes it, until it is evicted, or until the router ends. `store.py` shares responses with other
+routers, and uses these while Redis cannot be reached.
 
-Responses are kept in memory, separately in each router replica. A tenant cannot see the responses
-of another tenant. If the number of responses is too large, the router evicts the oldest response
-of the tenant that has the most responses. If the total size is too large, the router evicts the
-oldest response of the tenant that has the most bytes. So the responses of a tenant with few
-responses stay.
+A tenant cannot see the responses of another tenant. If the number of responses is too large, the
+oldest response of the tenant that has the most responses is evicted. If the total size is too
+large, the oldest response of the tenant that has the most bytes is evicted. So the responses of a
+tenant with few responses stay.
 """
 
 from collections import OrderedDict
@@ -17,14 +17,17 @@ from typing import Any, Self
 
 import msgspec
 
-from tandem.errors import PreviousResponseNotFound, ResponseNotFound
-
 # All kept responses together may have `num_max` times this many bytes. A single response may be
 # larger.
 _BYTES_EACH = 64 << 10
 # The limit for all kept responses together is at least this many bytes, so that the largest
 # possible response fits even if `num_max` is 1.
 _BYTES_MIN = 32 << 20
+
+
+def bytes_max_of(num_max: int) -> int:
+    """Returns the limit on the bytes of `num_max` kept responses together."""
+    return max(_BYTES_MIN, num_max * _BYTES_EACH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,17 @@ class KeptResponse:
         return cls(tenant, *map(msgspec.json.encode, (body, messages, input_items)))
 
     @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The chat messages of the whole conversation."""
+        return msgspec.json.decode(self.messages, type=list[dict[str, Any]])
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The items of the response and of its request, each with its id."""
+        sent: list[dict[str, Any]] = msgspec.json.decode(self.input_items)
+        return [*msgspec.json.decode(self.body)["output"], *sent]
+
+    @property
     def num_bytes(self) -> int:
         return len(self.body) + len(self.messages) + len(self.input_items)
 
@@ -67,12 +81,8 @@ class KeptResponses:
 
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max
-        self._bytes_max = max(_BYTES_MIN, num_max * _BYTES_EACH)
+        self._bytes_max = bytes_max_of(num_max)
         self._shares: dict[str, _Share] = {}  # tenant -> responses of the tenant
-
-    @property
-    def is_on(self) -> bool:
-        return self._num_max > 0
 
     def keep(self, response_id: str, response: KeptResponse) -> None:
         """Keeps a response. Evicts old responses until no limit is exceeded."""
@@ -84,36 +94,17 @@ class KeptResponses:
         while sum(s.num_bytes for s in self._shares.values()) > self._bytes_max:
             self._forget_oldest(max(self._shares, key=lambda t: self._shares[t].num_bytes))
 
-    def find(self, response_id: str, tenant: str) -> KeptResponse:
-        """Returns a kept response of the tenant. Raises ResponseNotFound."""
-        share = self._shares.get(tenant)
-        if share is None or response_id not in share.responses:
-            raise ResponseNotFound(self._why(response_id), param="response_id")
-        return share.responses[response_id]
+    def find(self, response_id: str) -> KeptResponse | None:
+        """Returns a kept response of any tenant; None if it is not kept."""
+        for share in self._shares.values():
+            if response_id in share.responses:
+                return share.responses[response_id]
+        return None
 
-    def messages_of(self, response_id: str | None, tenant: str) -> Sequence[dict[str, Any]]:
-        """Returns the chat messages of the conversation that ends with this response, or () if
-        `response_id` is None. Raises PreviousResponseNotFound."""
-        if response_id is None:
-            return ()
-        try:
-            found = self.find(response_id, tenant)
-        except ResponseNotFound as error:
-            raise PreviousResponseNotFound(error.message, param="previous_response_id") from None
-        return msgspec.json.decode(found.messages, type=list[dict[str, Any]])
-
-    def delete(self, response_id: str, tenant: str) -> None:
-        """Deletes a response of the tenant. Raises ResponseNotFound."""
-        self.find(response_id, tenant)
-        self._forget(tenant, response_id)
-
-    def is_of_another(self, response_id: str, tenant: str) -> bool:
-        """Returns True if another tenant has a kept response with this id."""
-        return any(
-            response_id in share.responses
-            for owner, share in self._shares.items()
-            if owner != tenant
-        )
+    def delete(self, response_id: str) -> None:
+        """Deletes a response, if it is kept."""
+        if (found := self.find(response_id)) is not None:
+            self._forget(found.tenant, response_id)
 
     def _forget_oldest(self, tenant: str) -> None:
         self._forget(tenant, next(iter(self._shares[tenant].responses)))
@@ -123,11 +114,3 @@ class KeptResponses:
         share.num_bytes -= share.responses.pop(response_id).num_bytes
         if not share.responses:
             del self._shares[tenant]
-
-    def _why(self, response_id: str) -> str:
-        keeps = f"only its last {self._num_max} responses; another router replica may have it"
-        if not self.is_on:
-            keeps = "no responses (--responses-kept 0)"
-        # The message starts with OpenAI's exact wording, which some clients search for.
-        found = f"Response with id {response_id[:80]!r} not found."
-        return f"{found} This router keeps {keeps}"

@@ -4,10 +4,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from tandem.api.openai.logprobs import ChoiceLogprobs
+from tandem.api.openai.tools import input_of
+from tandem.api.responses.tools import ChatTools, ToolName
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.delta import Delta
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
 # item type -> name of the events with the item's text
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
@@ -16,10 +23,11 @@ class OutputItems:
     """Converts deltas to output items and stream events. `items` has the completed items. The item
     that is still growing is called the open item, and there is at most one."""
 
-    def __init__(self, request_id: str, logprobs: ChoiceLogprobs | None) -> None:
+    def __init__(self, request_id: str, tools: ChatTools, logprobs: ChoiceLogprobs | None) -> None:
         self.items: list[dict[str, Any]] = []
         self.has_begun = False
         self._request_id = request_id
+        self._tools = tools
         self._logprobs = logprobs
         # log probabilities of tokens whose text is still held back, such as half of a character
         self._measured: list[dict[str, Any]] = []
@@ -63,10 +71,17 @@ class OutputItems:
     def _add_call(self, call: CallDelta) -> Iterator[dict[str, Any]]:
         if call.name:
             yield from self._close()
-            yield from self._open("function_call", call_id=call.id, name=call.name, arguments="")
+            name, namespace = self._tools.sent.get(call.name, ToolName(call.name))
+            more = {} if namespace is None else {"namespace": namespace}
+            is_custom = call.name in self._tools.custom
+            more["input" if is_custom else "arguments"] = ""
+            kind = "custom_tool_call" if is_custom else "function_call"
+            yield from self._open(kind, call_id=call.id, name=name, **more)
         if call.arguments:
             self._text += call.arguments
-            yield self._about("function_call_arguments.delta", delta=call.arguments)
+            # The input of a custom tool is a string in the arguments, so it comes as one piece.
+            if self._item is not None and self._item["type"] == "function_call":
+                yield self._about("function_call_arguments.delta", delta=call.arguments)
 
     def _open(self, kind: str, **more: Any) -> Iterator[dict[str, Any]]:
         item = {
@@ -96,6 +111,11 @@ class OutputItems:
             yield self._about(f"{_TEXTS[kind]}.done", content_index=0, text=self._text, **more)
             yield self._about("content_part.done", content_index=0, part=self._part())
             item["content"] = [self._part()]
+        elif kind == "custom_tool_call":
+            item["input"] = input_of(self._text)
+            if item["input"]:
+                yield self._about("custom_tool_call_input.delta", delta=item["input"])
+            yield self._about("custom_tool_call_input.done", input=item["input"])
         else:
             item["arguments"] = self._text
             named = {"name": item["name"], "arguments": self._text}

@@ -23,7 +23,7 @@ from typing import Any
 from tandem.api.openai.logprobs import ChoiceLogprobs
 from tandem.api.responses.output import OutputItems
 from tandem.api.responses.requests import ParsedResponse
-from tandem.api.sse import DONE, event
+from tandem.api.sse import DONE, KEEP_ALIVE, event
 from tandem.errors import TandemError
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.request.delta import Delta, Usage
@@ -64,7 +64,7 @@ class ResponseReplies:
         if request.sampling.logprobs is not None:
             assert tokenizer is not None
             logprobs = ChoiceLogprobs(tokenizer, parsed.chat, request)
-        self._items = OutputItems(request_id, logprobs)
+        self._items = OutputItems(request_id, parsed.tools, logprobs)
         self.response: dict[str, Any] = {
             "id": self.reply_id,
             "object": "response",
@@ -93,6 +93,10 @@ class ResponseReplies:
     def events(self, choice: int, delta: Delta) -> bytes:
         """Encodes the events of a delta."""
         return b"".join(self._numbered(one) for one in self._events(delta))
+
+    def keep_alive(self) -> bytes:
+        """Encodes a comment, which clients ignore."""
+        return KEEP_ALIVE
 
     def ending(self) -> bytes:
         """Encodes the event that ends a stream without an error."""

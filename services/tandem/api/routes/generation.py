@@ -26,15 +26,16 @@ from starlette.responses import Response
 from tandem.api.http.body import read_json_object
 from tandem.api.http.errors import JsonResponse
 from tandem.api.http.stream import (
+    BeforeEnd,
     EventStream,
     ReplyFormat,
+    begin_stream,
     collect,
-    first_delta,
     until_disconnect,
 )
 from tandem.api.openai.choices import generate_choices
-from tandem.api.openai.fields import warn
-from tandem.api.openai.requests import drop_unknown_fields
+from tandem.api.openai.fields import LEFT_OUT, UNKNOWN, WITHOUT_EFFECT, warn
+from tandem.api.openai.requests import drop_unknown_fields, hints_in
 from tandem.api.openai.structured import Strict
 from tandem.common.config.router import RouterConfig
 from tandem.models.tokenizer.tokenizer import Tokenizer
@@ -43,13 +44,14 @@ from tandem.router.placement.hint import HINT_HEADER, PlacementHint
 from tandem.router.placement.hint import read as read_hint
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.delta import Delta
-from tandem.router.request.generator import Generator
+from tandem.router.request.generator import Admission, Generator
 from tandem.router.request.request import ClientRequest
 from tandem.router.request.retention import is_of_session
 
 # the class of a body, or a function that selects the class by the content of the body
 BodyKind = type[Strict] | Callable[[dict[str, Any]], type[Strict]]
 _TRACE_HEADERS = ("traceparent", "tracestate")
+_NO_NAMES: Mapping[str, str] = {}
 
 
 class GenerationRoutes:
@@ -60,15 +62,17 @@ class GenerationRoutes:
         self.generator = generator
 
     async def read(self, request: Request, kind: BodyKind) -> tuple[dict[str, Any], dict[str, str]]:
-        """Reads a body and drops unknown fields. Returns the body and response headers. If fields
-        were dropped, a header `warning` names them. Raises the errors of `read_json_object`."""
+        """Reads a body, and drops unknown fields and parts that are not supported. Returns the body
+        and response headers. A header `warning` names what was dropped, and fields without effect.
+        Raises the errors of `read_json_object`, and BadRequest if `tool_choice` needs a dropped
+        tool."""
         body = await read_json_object(request, self.config)
-        own = kind if isinstance(kind, type) else kind(body)
+        own: type[Strict] = kind if isinstance(kind, type) else kind(body)
         headers: dict[str, str] = {}
         if not self.config.strict_fields:
-            warn(
-                headers, "unknown fields of the request are ignored", drop_unknown_fields(own, body)
-            )
+            warn(headers, UNKNOWN, drop_unknown_fields(own, body))
+            warn(headers, LEFT_OUT, own.leave_out(body))
+        warn(headers, WITHOUT_EFFECT, hints_in(own, body))
         return body, headers
 
     def tenant(self, request: Request) -> str:
@@ -123,27 +127,45 @@ class GenerationRoutes:
         request: Request,
         requests: Sequence[ClientRequest],
         replies: ReplyFormat,
-        headers: Mapping[str, str],
+        headers: dict[str, str],
         *,
         stream: bool,
+        names: Mapping[str, str] = _NO_NAMES,
+        before_end: BeforeEnd | None = None,
     ) -> Response:
-        """Starts a generation for each of `requests`, and builds the HTTP response."""
+        """Starts a generation for each of `requests`, and builds the HTTP response. `names` maps
+        fields of a chat to the names that they have in the API, for the header `warning`.
+        `before_end` is awaited before the client gets the end of the answer."""
         sent = request.headers
+        unread = [name for one in requests for name in self.generator.without_effect(one)]
+        warn(headers, WITHOUT_EFFECT, [names.get(name, name) for name in unread])
         prepared = self.with_caller(request, requests, is_whole=not stream)
-        deltas = generate_choices(self.generator, prepared, self.trace(request))
+        together = self.generator.together(len(prepared))
+        deltas = generate_choices(self.generator, prepared, self.trace(request), together=together)
         with_timing = asks(sent.get(TIMING_HEADER))
 
-        def answer_headers(last: Delta) -> dict[str, str]:
-            own = {**last.limit_headers, **headers}
-            if last.routed is not None and asks(sent.get(PLACEMENT_HEADER)):
-                own[PLACEMENT_HEADER] = last.routed.reason
-            if last.timeline is not None and with_timing:
-                own["server-timing"] = last.timeline.server_timing()
+        def answer_headers(known: Delta | Admission) -> dict[str, str]:
+            own = {**known.limit_headers, **headers}
+            if known.routed is not None and asks(sent.get(PLACEMENT_HEADER)):
+                own[PLACEMENT_HEADER] = known.routed.reason
+            if with_timing and isinstance(known, Delta) and known.timeline is not None:
+                own["server-timing"] = known.timeline.server_timing()
             return own
 
         if stream:
-            first = await first_delta(request, deltas)
-            limit_headers = answer_headers(first.delta)
-            return EventStream(first, deltas, replies, limit_headers, with_timing=with_timing)
+            # The stages until the first token are in a header, so it waits for that token.
+            admission = None if with_timing else together.admission
+            first = await begin_stream(request, deltas, admission)
+            known = first.result().delta if first.done() else together.admission.result()
+            return EventStream(
+                first,
+                deltas,
+                replies,
+                answer_headers(known),
+                with_timing=with_timing,
+                before_end=before_end,
+            )
         body, last = await until_disconnect(request.receive, collect(deltas, replies))
+        if before_end is not None:
+            await before_end()
         return JsonResponse(body, headers=answer_headers(last))

@@ -6,6 +6,7 @@ from starlette.responses import Response
 from tandem.api.anthropic.errors import PATH
 from tandem.api.anthropic.replies import MessageReplies
 from tandem.api.anthropic.requests import (
+    HINT_NAMES,
     NAMES,
     CountTokensBody,
     MessagesBody,
@@ -14,7 +15,7 @@ from tandem.api.anthropic.requests import (
 )
 from tandem.api.http.errors import JsonResponse
 from tandem.api.http.stream import until_disconnect
-from tandem.api.openai.fields import warn
+from tandem.api.openai.fields import WITHOUT_EFFECT, warn
 from tandem.api.openai.openapi import body_route, generation_route
 from tandem.api.routes.generation import GenerationRoutes
 from tandem.router.request.allowed import renamed
@@ -29,10 +30,15 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         body, headers = await routes.read(request, MessagesBody)
         with renamed(NAMES):
             parsed = parse_messages(body, request.state.request_id)
-            warn(headers, "fields without effect", ["thread"] if body.get("thread") else [])
+            warn(headers, WITHOUT_EFFECT, ["thread"] if body.get("thread") else [])
             replies = MessageReplies(parsed, routes.generator.name_of(parsed.requests[0].model))
             return await routes.answer(
-                request, parsed.requests, replies, headers, stream=parsed.stream
+                request,
+                parsed.requests,
+                replies,
+                headers,
+                stream=parsed.stream,
+                names=HINT_NAMES,
             )
 
     @app.post(f"{PATH}/count_tokens", **body_route(CountTokensBody))
@@ -42,7 +48,7 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         with renamed(NAMES):
             parsed = parse_count(body, request.state.request_id)
             (prepared,) = routes.with_caller(request, parsed.requests)
-            warn(headers, "fields without effect", ["thread"] if body.get("thread") else [])
+            warn(headers, WITHOUT_EFFECT, ["thread"] if body.get("thread") else [])
             generator = routes.generator
             async with generator.without_workers(prepared.tenant, prepared.limits) as limit_headers:
                 counting = generator.tokenize(prepared)

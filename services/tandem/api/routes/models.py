@@ -4,13 +4,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tandem.api.anthropic.errors import MODELS_PATH, is_anthropic
 from tandem.api.http.errors import JsonResponse
 from tandem.api.openai.embeddings import POOLING
 from tandem.common.adapter import Adapter
-from tandem.errors import ModelNotFound
+from tandem.errors import NoWorkers
 from tandem.router.request.generator import Generator, LoadedModel
 
 
@@ -43,13 +44,13 @@ def add_model_routes(app: FastAPI, generator: Generator) -> None:
     @app.get(f"{MODELS_PATH}/{{model:path}}")
     async def model(model: str, request: Request) -> Response:
         """Describes one model or adapter."""
-        known = bodies(request, generator.model) if generator.model is not None else []
-        if (found := next((each for each in known if each["id"] == model), None)) is None:
-            raise ModelNotFound(
-                f"the model {model[:80]!r} is not served here; the served model is "
-                f"{generator.served_name!r}",
-                param="model",
-            )
+        if not model:
+            raise HTTPException(404)  # the list's path with a slash at its end
+        if generator.model is None:
+            raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
+        named = generator.adapter(model)
+        name = generator.served_name if named is None else named.name
+        found = next(each for each in bodies(request, generator.model) if each["id"] == name)
         return JsonResponse(found)
 
 

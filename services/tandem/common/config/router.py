@@ -111,6 +111,10 @@ def _parse_origins(text: str) -> tuple[str, ...]:
     return origins
 
 
+def _parse_names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
 @Parameter(name="*", group=REQUESTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionOptions(Options):
@@ -121,11 +125,14 @@ class AdmissionOptions(Options):
     longer predicted time are refused (429). 0: no limit."""
     ttft_limit_token_s: Seconds = 0.0
     """Seconds that each prompt token adds to --ttft-limit."""
+    model_aliases: Annotated[tuple[str, ...], by_comma("NAME,...", _parse_names)] = ()
+    """Further names of the served model in requests. * stands for any characters, such as in
+    claude-*."""
     strict_fields: Switch = False
     """Refuse requests with unknown fields. Without this option, unknown fields are ignored, and the
     response header `warning` names them."""
-    responses_kept: Count = 0
-    """Number of answers of /v1/responses that a router keeps in memory. 0: none."""
+    responses_kept: Count = 256
+    """Number of answers of /v1/responses that a cluster keeps. 0: none."""
     kv_budgets: Literal["allow", "refuse"] = "allow"
     """allow: a request may limit its KV with the field `kv_budget`. refuse: requests with this
     field are refused."""

@@ -19,6 +19,7 @@ from urllib.parse import unquote
 import llguidance
 
 from tandem.errors import BadRequest
+from tandem.models.grammars.schema import reason, rewritten
 
 # "lark" marks grammars that Tandem writes itself; clients cannot send them.
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
@@ -91,15 +92,15 @@ def _form_text(wanted: StructuredOutput) -> str:
             case "grammar":
                 return _checked_lark(llguidance.grammar_from("grammar", wanted.source))
             case "lark":
-                return _checked_lark(wanted.source)
+                return _checked_lark(_with_rewritten_schemas(wanted.source))
     except (ValueError, ArithmeticError, RecursionError) as error:
         raise refused(wanted.field, str(error)) from None
 
 
 def refused(field: str, why: str) -> BadRequest:
     """Makes the error for a response format that cannot be used; `why` is shortened to one line."""
-    reason = next((line for line in why.splitlines() if line.strip()), "it is too deeply nested")
-    return BadRequest(f"{field} cannot be used: {reason[:300]}", param=field)
+    shown = reason(why) or "it is too deeply nested"
+    return BadRequest(f"{field} cannot be used: {shown[:300]}", param=field)
 
 
 def embedded_schema(schema: object, *, is_lenient: bool) -> str:
@@ -110,8 +111,9 @@ def embedded_schema(schema: object, *, is_lenient: bool) -> str:
 
 
 def _json_grammar(schema: object, *, lenient: bool) -> str:
+    checked = rewritten(_checked_schema(schema), is_strict=not lenient)
     return llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(_checked_schema(schema)),
+        json.dumps(checked),
         overrides={"whitespace_pattern": _WHITESPACE, "lenient": lenient},
     )
 
@@ -228,6 +230,26 @@ def _inside(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
+_LARK_SCHEMA = re.compile(r"%json\s*(?={)")
+
+
+def _with_rewritten_schemas(text: str) -> str:
+    """Rewrites the schemas that `embedded_schema` has put into a grammar."""
+    parts = []
+    at = 0
+    for found in _LARK_SCHEMA.finditer(text):
+        if found.start() < at:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(text, found.end())
+            is_strict = not schema["x-guidance"]["lenient"]
+        except (ValueError, KeyError):  # the same characters in the name of a function
+            continue
+        parts += [text[at : found.end()], json.dumps(rewritten(schema, is_strict=is_strict))]
+        at = end
+    return "".join((*parts, text[at:]))
+
+
 _LARK_PART = re.compile(
     r"""
     (?P<skip> "(?:[^"\\\n]|\\.)*" | //[^\n]* | /(?:[^/\\\n]|\\.)+/ )
@@ -242,7 +264,7 @@ def _checked_lark(text: str) -> str:
     """Returns `text` unchanged. Raises ValueError if its rules are nested too deeply, or if an
     embedded schema is refused."""
     divisors: list[int] = []
-    for found in re.finditer(r"%json\s*(?={)", text):
+    for found in _LARK_SCHEMA.finditer(text):
         with suppress(json.JSONDecodeError):  # The compiler reports invalid JSON.
             divisors += _check_schema(json.JSONDecoder().raw_decode(text, found.end())[0])
     _check_divisors(divisors)

@@ -7,6 +7,7 @@ complete at the same character, the longest one counts. The result does not depe
 is split into pieces.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from tandem.errors import BadRequest
@@ -20,7 +21,7 @@ class StopStrings:
         stop string."""
         if not all(stops):
             raise BadRequest("stop strings must not be empty", param="stop")
-        self._stops = tuple(stops)
+        self._stops = sorted(stops)
         self._held = ""
         self._hit = False
         self._is_shown = is_shown
@@ -58,6 +59,9 @@ class StopStrings:
         """Returns the length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for num in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-num:]) for stop in self._stops):
+            # Of the sorted stop strings, one that begins with `end` would follow it at once.
+            end = text[-num:]
+            place = bisect_left(self._stops, end)
+            if place < len(self._stops) and self._stops[place].startswith(end):
                 return num
         return 0

@@ -3,8 +3,8 @@
 The header `x-tandem-tenant` is used only if the router is configured to trust it, because otherwise
 a client could name any tenant. The KV blocks of each tenant are hashed with the tenant's own salt.
 So two tenants with the same prompt share no KV blocks, and neither can find out by a short TTFT
-which prompts the other has sent. Requests without a tenant share blocks among themselves. Clients
-cannot choose a salt (`cache_salt` is refused).
+which prompts the other has sent. Requests without a tenant share blocks among themselves. A client
+may divide its tenant's requests further by `cache_salt`, but reaches no other tenant's blocks.
 """
 
 from collections.abc import Sequence
@@ -56,10 +56,13 @@ def visible_tenant(key: KeyRecord | None) -> str | None:
     return key.tenant if key is not None and key.role == "user" else None
 
 
-def cache_salt(cluster_token: str, tenant: str) -> bytes:
-    """Returns the salt of a tenant's block hashes, the same on every router; b"" without a tenant.
+def cache_salt(cluster_token: str, tenant: str, own: str = "") -> bytes:
+    """Returns the salt of a request's block hashes, the same on every router. `own` is the salt
+    that the client sent; "": none. Without a tenant and a salt, the result is b"".
 
     The hash of a prompt's first block depends on the salt, and the hash of each later block on the
     hash of the block before it.
     """
-    return tenant_salt(cluster_token.encode(), tenant) if tenant else b""
+    salt = tenant_salt(cluster_token.encode(), tenant) if tenant or own else b""
+    # The tenant's salt is the key, so that no client can compute the salt of another tenant.
+    return tenant_salt(salt, own) if own else salt

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.errors import BadRequest
+from tandem.models.grammars.schema import closed
 from tandem.models.grammars.text import embedded_schema
 from tandem.router.parsers.formats import CallFrame, ReasoningTags, ToolFormat
 from tandem.router.parsers.grammar_rules import GrammarRules, terminals_of
@@ -99,6 +100,8 @@ class _CallRules(GrammarRules):
         name = function["name"]
         is_strict = function.get("strict") is True
         schema = {"type": "object", **(function.get("parameters") or {})}
+        if not is_strict:
+            schema = closed(schema)
         if schema["type"] != "object":
             raise _cannot_call(name, "the type of the function's parameters must be object")
         try:

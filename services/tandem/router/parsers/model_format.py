@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.common.config.answers import AnswerConfig
-from tandem.errors import BadRequest
 from tandem.models.chat_template import ChatTemplate
 from tandem.models.grammars.text import StructuredOutput
 from tandem.models.tokenizer.tokenizer import Tokenizer
@@ -39,7 +38,6 @@ _SWITCHES: Mapping[str, tuple[Any, Any]] = {
     "thinking_budget": (-1, 0),  # Seed-OSS
     "reasoning": (True, False),  # Command A
 }
-_COMMON_SWITCHES = ("enable_thinking", "thinking")
 _OWN_VARIABLES = frozenset(("tools", "add_generation_prompt"))
 
 
@@ -124,45 +122,33 @@ class ModelFormat:
     ) -> dict[str, Any]:
         """Returns the values of the chat template's variables for a request.
 
-        `requested` are the `chat_template_kwargs`. Raises BadRequest for a variable or a reasoning
-        effort that the model does not support.
+        `requested` are the `chat_template_kwargs`. What the template does not read has no effect;
+        `without_effect` has its names.
         """
         taken = self._variables - _OWN_VARIABLES
-        # Clients send `enable_thinking` or `thinking` to all models. So these variables are ignored
-        # if this model's template does not use them; other unknown variables are refused.
-        requested = {
-            name: v
-            for name, v in requested.items()
-            if name in taken or name not in _COMMON_SWITCHES
-        }
-        for name in requested:
-            if name not in taken:
-                allowed = ", ".join(sorted(taken)) or "nothing"
-                raise BadRequest(
-                    f"chat_template_kwargs has {name[:80]!r}, which this model's chat template "
-                    f"does not use; allowed: {allowed}",
-                    param="chat_template_kwargs",
-                )
-        return {**self._thinking(thinking), **self._effort(effort), **requested}
+        own = {name: value for name, value in requested.items() if name in taken}
+        switched = {} if thinking is None else self._switched(is_on=thinking)
+        return {**switched, **self._effort(effort), **own}
 
-    def _thinking(self, wanted: bool | None) -> dict[str, Any]:
-        return {} if wanted is None else self._switched(is_on=wanted)
+    def without_effect(
+        self, requested: Mapping[str, Any], effort: str | None, thinking: bool | None = None
+    ) -> list[str]:
+        """Returns the names of the options that change nothing for this model. The arguments are
+        those of `template_options`."""
+        taken = self._variables - _OWN_VARIABLES
+        names = [f"chat_template_kwargs.{name}" for name in requested if name not in taken]
+        # A model that never reasons needs no switch that turns reasoning off.
+        reasons = self._reasoning is not None or self._reads_all
+        if effort is not None and not self._effort(effort) and (effort != "none" or reasons):
+            names.append("reasoning_effort")
+        if thinking is not None and not self._switched(is_on=thinking) and thinking != reasons:
+            names.append("thinking")
+        return names
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
-        if effort is None:
-            return {}
-        if effort == "none":
-            if self._reasoning is None and not self.takes_effort:
-                return {}
-            if off := self._switched(is_on=False):
-                return off
-        if self.takes_effort:
-            return {"reasoning_effort": effort}
-        raise BadRequest(
-            f"this model's chat template does not take reasoning_effort {effort!r}. Leave "
-            "reasoning_effort out, or send null",
-            param="reasoning_effort",
-        )
+        if effort == "none" and (off := self._switched(is_on=False)):
+            return off
+        return {"reasoning_effort": effort} if effort is not None and self.takes_effort else {}
 
     def _switched(self, *, is_on: bool) -> dict[str, Any]:
         """Returns the variable that turns reasoning on or off; {} if the template has none."""

@@ -49,6 +49,7 @@ ALLOWED = {
     "max_completion_tokens": "an integer of at least 1",
     "prompt_cache_retention": "in_memory or 24h",
     "prompt_cache_key": f"a string of at most {KEY_CHARACTERS_MAX} characters",
+    "cache_salt": f"a string of at most {KEY_CHARACTERS_MAX} characters",
     "kv_priority": f"an integer from {PRIORITY_MIN} (evicted first) to {PRIORITY_MAX}",
     "stream": "true or false",
     "stream_options": 'an object such as {"include_usage": true}, and only with stream=true',

@@ -103,9 +103,6 @@ class Conversation:
     only_tool: str = ""
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    # If the chat template does not support `reasoning_effort`, this decides what happens. True: the
-    # effort is ignored. False: the request is refused.
-    effort_is_hint: bool = False
     thinking: bool | None = None  # whether the model shall reason; None: the model's default
     template_options: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True

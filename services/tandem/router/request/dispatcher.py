@@ -301,7 +301,7 @@ class Dispatcher:
         """Records a job's placement, and adds the job's work to the load of the chosen workers."""
         self._note_prefilled(job)
         job.routing.num_submissions += 1
-        kind = reason_of(work, placement, matches)
+        kind = reason_of(work, placement)
         job.routing.routed = routed = Routed(placement, matches, kind)
         self._metrics.placements.labels(reason=kind).inc()
         job.progress.timeline.submit()
@@ -347,6 +347,8 @@ class Dispatcher:
             # `updates` returns all received updates before it raises the attempt's failure.
             for update in await attempt.updates():
                 progress.take_timings(update, attempt.worker_id)
+                if update.is_admitted:
+                    job.on_admitted()
                 if update.token_ids:
                     progress.take_source(update)
                     self._note_prefilled(job, update.timings.prefill_worker_id)

@@ -20,6 +20,7 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import dataclass, field
+from functools import partial
 
 from tandem.common.adapter import Adapter, digest_of
 from tandem.common.config.router import RouterConfig
@@ -42,10 +43,14 @@ from tandem.router.request.choices.generation import Choice, Generation, Service
 from tandem.router.request.choices.interleave import interleave, items_of
 from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
-from tandem.router.request.job import Job, Progress, prepare_request
+from tandem.router.request.job import Job, Progress, Routed, prepare_request
 from tandem.router.request.keeper import Keeper
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
-from tandem.router.request.prompt.formats import wanted_form, with_template_options
+from tandem.router.request.prompt.formats import (
+    wanted_form,
+    with_template_options,
+    without_effect,
+)
 from tandem.router.request.prompt.prompts import PromptPreparer
 from tandem.router.request.request import (
     ClientRequest,
@@ -121,7 +126,7 @@ class Generator:
             return None
         if (adapter := self._view.adapters().get(model)) is not None:
             return adapter
-        check_model(model, served=self.served_name)
+        check_model(model, served=self.served_name, aliases=self.config.model_aliases)
         return None
 
     def name_of(self, model: str) -> str:
@@ -131,6 +136,11 @@ class Generator:
     def with_defaults(self, request: ClientRequest) -> ClientRequest:
         """Returns the request with the model's defaults for omitted sampling fields."""
         return request if self.model is None else request.with_defaults(self.model.sampling)
+
+    def without_effect(self, request: ClientRequest) -> list[str]:
+        """Returns the names of the request's fields that this model's chat template does not
+        read."""
+        return [] if self.model is None else without_effect(self.model.model_format, request)
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -328,6 +338,7 @@ class Generator:
                 await together.begin()
             num_jobs = 1 if request.use_beam_search else request.num_sequences
             record.jobs = children(job, num_jobs)
+            job.on_admitted = partial(together.note_admitted, job, reservation.headers)
             generation = Generation(
                 self._services,
                 record,
@@ -362,7 +373,7 @@ class Generator:
         adapter = self.adapter(request.model)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
         request = with_template_options(model.model_format, request)
-        salt = cache_salt(self.config.cluster.token, request.tenant)
+        salt = cache_salt(self.config.cluster.token, request.tenant, request.cache_salt)
         compatibility = self._view.compatibility()
         prepared = await model.preparer.prepare(
             request,
@@ -455,6 +466,14 @@ def pool_tokens_of(
     return None if 2 * budget.tokens <= pool_tokens else pool_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What is known about a request when a worker has admitted it."""
+
+    limit_headers: Mapping[str, str]  # headers `x-ratelimit-*`
+    routed: Routed | None
+
+
 class BodyRequests:
     """The state that the requests of one HTTP body share. Each prompt of the body is one request.
 
@@ -468,13 +487,23 @@ class BodyRequests:
     """
 
     def __init__(self, num_requests: int = 1, *, logprobs_max: int) -> None:
+        # Done when workers have admitted all requests. The result is that of the first one.
+        self.admission: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
         self._all_prepared = asyncio.Barrier(num_requests)
+        self._admitted: dict[str, Admission] = {}  # by request id
+        self._num_requests = num_requests
         self._logprobs_max = logprobs_max
         self._num_logprobs = 0
 
     async def begin(self) -> None:
         """Waits until all requests of the HTTP body are prepared."""
         await self._all_prepared.wait()
+
+    def note_admitted(self, job: Job, limit_headers: Mapping[str, str]) -> None:
+        """Records that a worker has admitted the job of a request."""
+        self._admitted.setdefault(job.request_id, Admission(limit_headers, job.routing.routed))
+        if len(self._admitted) == self._num_requests and not self.admission.done():
+            self.admission.set_result(next(iter(self._admitted.values())))
 
     def reserve_logprobs(
         self, request: ClientRequest, num_prompt_tokens: int, max_tokens: int

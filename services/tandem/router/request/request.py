@@ -21,7 +21,7 @@ from tandem.errors import BadRequest, ConfigError, ContextTooLong, ModelNotFound
 from tandem.models.grammars.text import StructuredOutput
 from tandem.net.security.limits import NO_LIMITS, Limits
 from tandem.router.placement.hint import PlacementHint
-from tandem.router.request.allowed import LENGTH_PENALTY_MAX, refusal
+from tandem.router.request.allowed import KEY_CHARACTERS_MAX, LENGTH_PENALTY_MAX, refusal
 from tandem.router.request.conversation import Conversation
 
 MESSAGES_MAX = 4096
@@ -69,6 +69,8 @@ class ClientRequest:
     is_of_session: bool = False  # True: the client sent a header with the name of its session
     # Limit of the tokens whose KV is kept. None: the KV of all tokens is kept.
     kv_budget: KvBudget | None = None
+    # Requests share KV only with requests of the same salt. "": the client sent none.
+    cache_salt: str = ""
     tenant: str = ""  # "": no tenant
     limits: Limits = NO_LIMITS  # limits of the request's API key
     # The workers that a Kubernetes endpoint picker has chosen for the request. None: no picker.
@@ -93,6 +95,8 @@ class ClientRequest:
             raise refusal("max_tokens", 0)
         if self.kv_budget is not None:
             check_budget(self.kv_budget)
+        if len(self.cache_salt) > KEY_CHARACTERS_MAX:
+            raise refusal("cache_salt", why=f"{len(self.cache_salt)} characters long")
         self._check_many()
 
     def _check_many(self) -> None:
@@ -193,17 +197,20 @@ class ClientRequest:
         """Returns how many of the prompt's last tokens are kept; None: all of them."""
         if self.sampling.truncate_prompt_tokens != -1:
             return self.sampling.truncate_prompt_tokens
-        return max(1, max_model_len - max(1, self.sampling.max_tokens or 1))
+        room = max(1, self.sampling.max_tokens or 1)
+        # A max_tokens beyond the context asks for as many tokens as there are, so the prompt is not
+        # truncated for it.
+        return max_model_len - (room if room < max_model_len else 1)
 
     def resolved_max_tokens(
         self, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int | None = None
     ) -> int:
         """Returns the largest number of completion tokens.
 
-        If the client set max_tokens, the result is max_tokens. Otherwise the result is as large as
-        the context, a KV pool of `pool_tokens`, the API key and `default_max_tokens` allow. Raises
-        ContextTooLong if prompt and completion do not fit into the context, and OverKeyLimit if the
-        API key allows fewer than max_tokens.
+        If the client set max_tokens and the context has room for it, the result is max_tokens.
+        Otherwise the result is as large as the context, a KV pool of `pool_tokens`, the API key and
+        `default_max_tokens` allow. Raises ContextTooLong if the prompt leaves no room for a
+        completion, and OverKeyLimit if the API key allows fewer than max_tokens.
         """
         left = max_model_len - num_prompt_tokens
         if num_prompt_tokens < 1:
@@ -212,30 +219,24 @@ class ClientRequest:
             raise self.too_long(f"{num_prompt_tokens}", max_model_len)
         allowed = self._allowed_by_key(num_prompt_tokens)
         max_tokens = self.sampling.max_tokens
-        if max_tokens is None:
-            pool_left = left if pool_tokens is None else max(1, pool_tokens - num_prompt_tokens)
-            limit = min(left, pool_left, allowed or left, self.default_max_tokens or left)
-            if self.sampling.min_tokens > limit:
-                raise BadRequest(
-                    f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}. "
-                    f"The request sets no max_tokens, so the answer has at most {limit} "
-                    "tokens",
-                    param="min_tokens",
+        if max_tokens is not None and max_tokens <= left:
+            if allowed is not None and max_tokens > allowed:
+                raise OverKeyLimit(
+                    f"max_tokens is {max_tokens}; it must be at most {allowed}: "
+                    f"{self._key_limits(num_prompt_tokens)}",
+                    param="max_tokens",
                 )
-            return limit
-        if max_tokens > left:
-            raise ContextTooLong(
-                f"{_context(max_model_len)}. The prompt has {num_prompt_tokens} tokens, so "
-                f"max_tokens must be at most {left}, not {max_tokens}",
-                param="max_tokens",
+            return max_tokens
+        pool_left = left if pool_tokens is None else max(1, pool_tokens - num_prompt_tokens)
+        default = left if max_tokens is not None else self.default_max_tokens or left
+        limit = min(left, pool_left, allowed or left, default)
+        if self.sampling.min_tokens > limit:
+            raise BadRequest(
+                f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}, because "
+                f"the answer has at most {limit} tokens",
+                param="min_tokens",
             )
-        if allowed is not None and max_tokens > allowed:
-            raise OverKeyLimit(
-                f"max_tokens is {max_tokens}; it must be at most {allowed}: "
-                f"{self._key_limits(num_prompt_tokens)}",
-                param="max_tokens",
-            )
-        return max_tokens
+        return limit
 
     def check_prompt_limit(self, num_prompt_tokens: int) -> None:
         """Raises OverKeyLimit if the API key does not allow a prompt of this length."""
@@ -349,11 +350,34 @@ def read_client_id(sent: Sequence[str]) -> str:
     return sent[0] if len(sent) == 1 and _CLIENT_ID.fullmatch(sent[0]) else ""
 
 
-def check_model(name: str, *, served: str) -> None:
-    """Raises ModelNotFound unless `name` is empty or the served model's name."""
-    if name not in ("", served):
+def check_model(name: str, *, served: str, aliases: Sequence[str] = ()) -> None:
+    """Raises ModelNotFound unless `name` is empty, the served model's name or one of its aliases.
+
+    In an alias, `*` stands for any characters, such as in `claude-*`.
+    """
+    if name not in ("", served) and not is_alias(name, aliases):
         message = f"the model {shorten(name)} is not served here; the served model is {served!r}"
         raise ModelNotFound(message, param="model")
+
+
+def is_alias(name: str, aliases: Sequence[str]) -> bool:
+    """Returns whether one of the aliases, in which `*` stands for any characters, is `name`."""
+    return any(_is_named(name, *alias.split("*")) for alias in aliases)
+
+
+def _is_named(name: str, first: str, *parts: str) -> bool:
+    """Returns whether `name` consists of `first` and `parts`, with any characters between them."""
+    if not parts:
+        return name == first
+    *inner, last = parts
+    if not name.startswith(first):
+        return False
+    at = len(first)
+    for part in inner:
+        if (found := name.find(part, at)) < 0:
+            return False
+        at = found + len(part)
+    return name.endswith(last) and len(name) - len(last) >= at
 
 
 def num_characters(prompt: Prompt) -> int:

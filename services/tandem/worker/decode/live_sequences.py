@@ -105,6 +105,10 @@ class DecodeSequences:
         )
         self._send_tokens(sequence, update)
 
+    def send_admitted(self, sequence: DecodeSequence) -> None:
+        """Reports to the router that the engine has admitted the sequence."""
+        sequence.stream.push(_update(sequence, is_admitted=True))
+
     def send_committed(self, sequence: DecodeSequence) -> None:
         """Reports to the router that the prompt's pulled KV is committed.
 

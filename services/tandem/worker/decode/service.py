@@ -122,6 +122,8 @@ class DecodeService:
         self.planner.take_load(load, report.num_commands)
         for admitted in step.admitted:
             if (sequence := self._sequences.get(admitted.sequence_id)) is not None:
+                if not (sequence.admitted_at or sequence.num_sent):
+                    self._sequences.send_admitted(sequence)
                 sequence.admitted_at = sequence.admitted_at or admitted.at
                 sequence.shared_wait_s = admitted.shared_wait_s
                 sequence.tokens_ahead = admitted.tokens_ahead

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tandem.api.openai.fields import _NEUTRAL, warn
+from tandem.api.openai.fields import CHAT_POLICY, COMPLETION_POLICY, FieldPolicy, warn
 from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.replies import Replies
 from tandem.api.openai.requests import (
     ChatBody,
     CompletionBody,
     drop_unknown_fields,
+    hints_in,
     parse_chat,
     parse_completion,
 )
@@ -162,10 +164,8 @@ def test_bad_messages(messages: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("annotations", [{"type": "url_citation"}]),
         ("audio", {"id": "a"}),
         ("function_call", {"name": "f", "arguments": "{}"}),
-        ("refusal", "no"),
     ],
 )
 def test_parts_of_messages_pass_while_they_are_empty(name: str, value: Any) -> None:
@@ -203,16 +203,61 @@ def test_both_limits_are_ambiguous() -> None:
     assert refused(body, chats=True).param == "max_tokens"
 
 
-@pytest.mark.parametrize("name", sorted(_NEUTRAL))
-def test_neutral_values_pass_and_others_name_the_field(name: str) -> None:
-    is_of_chats = name == "best_of"  # a completion has it
-    parse, body = (chat, {"messages": HELLO}) if is_of_chats else (completion, {"prompt": "x"})
-    for neutral in (None, *_NEUTRAL[name]):
+NOTHING: list[Any] = [None, False, "", [], {}]
+
+
+def not_of(kind: type[ChatBody | CompletionBody], table: Any) -> list[tuple[bool, str]]:
+    return [(kind is ChatBody, name) for name in sorted(table) if name not in kind.supported]
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "name"),
+    [
+        *not_of(ChatBody, CHAT_POLICY.refused),
+        *not_of(CompletionBody, COMPLETION_POLICY.refused),
+    ],
+)
+def test_a_refused_field_may_ask_for_nothing(is_chat: bool, name: str) -> None:
+    parse, body = (chat, {"messages": HELLO}) if is_chat else (completion, {"prompt": "x"})
+    for neutral in (*NOTHING, *CHAT_POLICY.refused[name]):
         parse(**{name: neutral})
-    error = refused({**body, name: ["something else"]}, chats=is_of_chats)
+    error = refused({**body, name: ["something else"]}, chats=is_chat)
     assert error.param == name
     assert "not supported" in error.message
     assert "null" in error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((ChatBody, name) for name in CHAT_POLICY.hints),
+        *((CompletionBody, name) for name in COMPLETION_POLICY.hints),
+    ],
+)
+def test_a_hint_is_accepted_and_named(kind: type[Any], name: str) -> None:
+    is_chat = kind is ChatBody
+    parse, body = (chat, {"messages": HELLO}) if is_chat else (completion, {"prompt": "x"})
+    for value in ("something", 5, ["x"], {"a": "b"}, True):
+        if value in kind.field_policy.hints[name]:
+            continue
+        parse(**{name: value})
+        assert hints_in(kind, {**body, name: value}) == [name]
+    for nothing in (*NOTHING, *kind.field_policy.hints[name]):
+        assert hints_in(kind, {**body, name: nothing}) == []
+    assert drop_unknown_fields(kind, {**body, name: 5}) == []
+
+
+def test_a_field_has_one_kind() -> None:
+    for policy in (CHAT_POLICY, COMPLETION_POLICY):
+        names = [*policy.records, *policy.hints]
+        assert len(names) == len(set(names))
+        assert not policy.records & policy.refused.keys()
+
+
+def test_hints_of_nested_objects_are_named() -> None:
+    assert FieldPolicy().hints_in({"a": 1}) == []
+    body = {"messages": HELLO, "stream_options": {"include_usage": True}}
+    assert hints_in(ChatBody, body) == []
 
 
 def test_a_number_is_not_taken_for_a_boolean() -> None:
@@ -259,12 +304,12 @@ def test_the_warning_is_short_and_plain_whatever_was_sent() -> None:
     assert len(text) < 200
 
 
-@pytest.mark.parametrize("kind", ["input_audio", "file"])
+@pytest.mark.parametrize("kind", ["input_audio", "video_url"])
 def test_a_part_that_is_neither_text_nor_image_is_named(kind: str) -> None:
     parts = [{"type": "text", "text": "what is it?", "cache_control": {}}, {"type": kind, kind: {}}]
     error = refused({"messages": [*HELLO, {"role": "user", "content": parts}]}, chats=True)
     assert error.param == "messages"
-    where = f"messages.1.content: part 1 has the type '{kind}'; allowed are text and image_url"
+    where = f"messages.1.content: part 1 has the type '{kind}'; allowed are text, image_url, file"
     assert where in error.message
 
 
@@ -339,7 +384,7 @@ def test_log_probabilities_are_asked_for_as_each_endpoint_does() -> None:
     echoed = completion(logprobs=2, prompt_logprobs=1, echo=True)
     assert (echoed.requests[0].sampling.prompt_logprobs, echoed.prompt_logprobs) == (2, 1)
     assert completion(echo=True).requests[0].sampling.prompt_logprobs is None
-    assert refused({"prompt": "x", "logprobs": 6}).param == "logprobs"
+    assert refused({"prompt": "x", "logprobs": 21}).param == "logprobs"
     for wrong in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
         assert refused({"messages": HELLO, **wrong}, chats=True).param == "top_logprobs"
     assert refused({"prompt": "x", "prompt_logprobs": 0, "stream": True}).param == "prompt_logprobs"
@@ -365,3 +410,91 @@ def test_edits_and_forms_of_text_arrive() -> None:
     assert sampling.include_stop_str_in_output
     assert not sampling.skip_special_tokens
     assert sampling.truncate_prompt_tokens == -1
+
+
+def text_file(text: bytes, media_type: str = "text/plain") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(text).decode()}"
+
+
+def test_files_of_text_are_text() -> None:
+    for file, text in (
+        ({"file_data": text_file(b"a = 1"), "filename": "a.py"}, "a.py\na = 1"),
+        ({"file_data": text_file("\u00fc".encode(), "application/json")}, "\u00fc"),
+        ({"file_data": base64.b64encode(b"plain").decode()}, "plain"),
+    ):
+        parts = [{"type": "file", "file": file}, {"type": "text", "text": "What is it?"}]
+        prompt = chat(messages=[{"role": "user", "content": parts}]).requests[0].prompt
+        assert isinstance(prompt, Conversation)
+        assert prompt.messages[0].content == f"{text}\nWhat is it?"
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ({"file_data": text_file(b"%PDF", "application/pdf")}, "application/pdf"),
+        ({"file_data": text_file(b"\xff")}, "text in UTF-8"),
+        ({"file_data": text_file(b"a\0b")}, "text in UTF-8"),
+        ({"file_data": "data:text/plain;base64,%%%"}, "text in UTF-8"),
+        ({"file_id": "file-1"}, "must be sent in file_data"),
+        ({}, "must be sent in file_data"),
+    ],
+)
+def test_other_files_are_refused(file: dict[str, str], why: str) -> None:
+    parts = [{"type": "file", "file": file}]
+    error = refused({"messages": [{"role": "user", "content": parts}]}, chats=True)
+    assert error.param == "messages"
+    assert why in error.message
+
+
+def test_what_a_server_may_drop_is_dropped_and_named() -> None:
+    function = {"type": "function", "function": {"name": "f"}}
+    said = {"role": "assistant", "content": "x", "annotations": [{"type": "url_citation"}]}
+    body: dict[str, Any] = {
+        "messages": [*HELLO, said, {**said, "refusal": "no", "annotations": []}, 5],
+        "tools": [function, {"type": "web_search"}, {"type": "mcp", "name": "m"}, 5],
+    }
+    dropped = ChatBody.leave_out(body)
+    assert dropped == [
+        "tools.web_search",
+        "tools.mcp.m",
+        "messages.annotations",
+        "messages.refusal",
+    ]
+    assert body["tools"] == [function, 5]
+    plain = {"role": "assistant", "content": "x"}
+    assert body["messages"] == [*HELLO, plain, plain, 5]
+    for wrong in ({"tools": 5, "messages": 5}, {}, {"tools": [None], "messages": [None]}):
+        assert ChatBody.leave_out(dict(wrong)) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "content"),
+    [
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": "", "refusal": "No."}, "No."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"content": "Yes.", "refusal": "No."}, "Yes."),
+    ],
+)
+def test_a_refusal_is_what_the_assistant_said(said: dict[str, Any], content: str) -> None:
+    prompt = chat(messages=[*HELLO, {"role": "assistant", **said}]).requests[0].prompt
+    assert isinstance(prompt, Conversation)
+    assert prompt.messages[1].content == content
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ({"function": {"name": "f", "arguments": '{"a": 1}'}}, {"a": 1}),
+        ({"function": {"name": "f", "arguments": {"a": 1}}}, {"a": 1}),
+        ({"function": {"name": "f", "arguments": '{"a": "b'}}, {"arguments": '{"a": "b'}),
+        ({"function": {"name": "f", "arguments": None}, "type": None, "id": None}, {}),
+        ({"custom": {"name": "f", "input": "x"}, "type": "custom", "id": "c"}, {"input": "x"}),
+    ],
+)
+def test_calls_of_earlier_answers(call: dict[str, Any], arguments: dict[str, Any]) -> None:
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    prompt = chat(messages=[*HELLO, said]).requests[0].prompt
+    assert isinstance(prompt, Conversation)
+    (found,) = prompt.messages[1].tool_calls
+    assert (found.name, found.arguments) == ("f", arguments)

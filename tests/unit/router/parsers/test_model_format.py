@@ -13,7 +13,6 @@ from typing import get_args
 import pytest
 
 from tandem.common.config.answers import AnswerConfig, ReasoningParser, ToolParser
-from tandem.errors import BadRequest
 from tandem.models.chat_template import ChatTemplate
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
@@ -170,8 +169,11 @@ def test_results_that_the_template_does_not_show_are_told(tmp_path: Path) -> Non
 def test_a_model_that_does_not_think_ignores_the_wish(tmp_path: Path) -> None:
     plain = ModelFormat(load(tmp_path, "{{ messages }}"), AnswerConfig())
     assert [plain.template_options({}, None, wish) for wish in (True, False)] == [{}, {}]
-    with pytest.raises(BadRequest, match="does not take reasoning_effort 'low'"):
-        plain.template_options({}, "low")
+    assert plain.template_options({"a": 1, "tools": [], "messages": []}, "low") == {}
+    assert plain.without_effect({}, None, False) == []
+    assert plain.without_effect({}, "none") == []
+    names = ["chat_template_kwargs.messages", "reasoning_effort", "thinking"]
+    assert plain.without_effect({"messages": []}, "low", True) == names
 
 
 @pytest.mark.parametrize(
@@ -195,6 +197,7 @@ def test_each_family_turns_its_reasoning_off(
     assert answers.template_options({}, None, True) == on
     assert answers.template_options({}, None, False) == off
     assert answers.template_options({}, "none") == off
+    assert answers.without_effect({}, "none", True) == []
 
 
 def test_harmony_is_read_without_tools_too(tmp_path: Path) -> None:

@@ -29,18 +29,24 @@ def with_template_options(model_format: ModelFormat, request: ClientRequest) -> 
         elif not model_format.shows_results(tools=bool(chat.tools)):
             chat = with_described_results(chat)
         chat = with_written_calls(chat, partial(model_format.written_calls, tools=bool(chat.tools)))
-        options = chat.template_options
-        effort = chat.reasoning_effort
-        if chat.effort_is_hint and not model_format.takes_effort:
-            effort = None
-        return replace(
-            chat, template_options=model_format.template_options(options, effort, chat.thinking)
+        options = model_format.template_options(
+            chat.template_options, chat.reasoning_effort, chat.thinking
         )
+        return replace(chat, template_options=options)
 
     if not isinstance(request.prompt, Conversation):
         return request
     pinned = request.pinned_chat and filled(request.pinned_chat)
     return replace(request, prompt=filled(request.prompt), pinned_chat=pinned)
+
+
+def without_effect(model_format: ModelFormat, request: ClientRequest) -> list[str]:
+    """Returns the names of the request's fields that have no effect, because the model's chat
+    template does not read them. An entry of `chat_template_kwargs` has both names."""
+    chat = request.prompt
+    if not isinstance(chat, Conversation):
+        return []
+    return model_format.without_effect(chat.template_options, chat.reasoning_effort, chat.thinking)
 
 
 def wanted_form(
