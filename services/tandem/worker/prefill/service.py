@@ -213,7 +213,10 @@ class PrefillService:
         if first.WhichOneof("command") == "hold":
             hold = first.hold
             return messages.HoldPrefix(
-                lease.lease_id, list(hold.block_hashes), hold.first_missing_block, hold.load_s_max
+                lease.lease_id,
+                list(hold.block_hashes),
+                hold.first_missing_block,
+                min(hold.load_s_max, self._config.transfer.pull_deadline_s),
             )
         start = first.start
         spec = sequence_spec(
