@@ -72,8 +72,8 @@ async def test_a_kept_response_is_its_tenants(routers: Routers) -> None:
         assert (await http.get(path, headers=own)).status_code == 404
 
 
-async def test_nothing_is_kept_unless_the_router_was_told(routers: Routers) -> None:
-    url = await routers.start("r1")
+async def test_nothing_is_kept_if_the_router_may_not(routers: Routers) -> None:
+    url = await routers.start("r1", responses_kept=0)
     await ready(url)
     async with httpx.AsyncClient(base_url=url, timeout=20) as http:
         asked = {"input": "x", "max_output_tokens": 1, "store": True}

@@ -471,6 +471,38 @@ async def test_what_anthropics_servers_did_is_left_out(router: RunningRouter) ->
     assert "get_weather" in prompt
 
 
+BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.1a2; x=y;"}
+
+
+async def test_the_billing_header_of_claude_code_is_no_part_of_the_prompt(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    own: Any = {"type": "text", "text": "Be brief."}
+    says(router, "Rome.")
+    await ask(client, system=[own])
+    plain = prompt_of(router)
+    says(router, "Rome.")
+    raw = await client.messages.with_raw_response.create(
+        model="tiny", max_tokens=9, messages=ASKED, system=[BILLING, own]
+    )
+    assert prompt_of(router) == plain
+    assert "warning" not in raw.headers
+    counts = [
+        (await client.messages.count_tokens(model="tiny", messages=ASKED, system=system))
+        for system in ([own], [BILLING, own])
+    ]
+    assert counts[0].input_tokens == counts[1].input_tokens
+    for system in (
+        [own, BILLING],  # only the first block
+        [BILLING, BILLING, own],  # once
+        [{**BILLING, "text": " " + BILLING["text"]}],  # exactly this beginning
+        BILLING["text"],  # a block of its own
+    ):
+        says(router, "Rome.")
+        await ask(client, system=system)
+        assert prompt_of(router).count("x-anthropic-billing-header") == 1
+
+
 async def test_documents_are_text(router: RunningRouter) -> None:
     text = base64.b64encode(b"from a file").decode()
     file = {"type": "base64", "media_type": "text/plain", "data": text}

@@ -90,6 +90,11 @@ _LEFT_OUT = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "container_
 _SERVER_RESULT = "_tool_result"
 
 
+# Claude Code puts a block with this beginning before its system prompt. The block differs in each
+# conversation, so no other prompt would share its KV; it is not for the model.
+_BILLING = "x-anthropic-billing-header:"
+
+
 class _Part(BaseModel):
     """A part of a body. It ignores further keys."""
 
@@ -145,6 +150,13 @@ class TextBlock(_Markable):
 _SystemTexts = Annotated[
     list[TextBlock], BeforeValidator(lambda content: _as_blocks(content, ("text",)))
 ]
+
+
+def _without_billing(system: object) -> object:
+    match system:
+        case [{"type": "text", "text": str(text)}, *others] if text.startswith(_BILLING):
+            return others
+    return system
 
 
 class _TextSource(_Part):
@@ -478,7 +490,9 @@ class CountTokensBody(Strict):
 
     model: str = Field("", description=ALLOWED["model"])
     messages: list[InputMessage] = Field(description=_ALLOWED["messages"])
-    system: _SystemTexts = Field([], description=_ALLOWED["system"])
+    system: Annotated[_SystemTexts, BeforeValidator(_without_billing)] = Field(
+        [], description=_ALLOWED["system"]
+    )
     tools: list[Annotated[Tool, BeforeValidator(_check_tool)]] = Field(
         [], description=_ALLOWED["tools"]
     )

@@ -59,6 +59,7 @@ def _embedding(body: dict[str, Any], request_id: str) -> ClientRequest:
 
 def _known(kind: type[Strict], body: dict[str, Any]) -> dict[str, Any]:
     drop_unknown_fields(kind, body)
+    kind.leave_out(body)
     return body
 
 

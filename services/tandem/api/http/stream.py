@@ -27,7 +27,6 @@ from starlette.types import Receive, Scope, Send
 from tandem.api.openai.choices import ChoiceDelta
 from tandem.errors import TandemError
 from tandem.router.request.delta import Delta
-from tandem.router.request.generator import Admission
 
 log = logging.getLogger(__name__)
 
@@ -176,10 +175,10 @@ class EventStream(Response):
 async def begin_stream(
     request: Request,
     deltas: AsyncGenerator[ChoiceDelta, None],
-    admission: asyncio.Future[Admission] | None,
+    all_admitted: asyncio.Event | None,
 ) -> asyncio.Future[ChoiceDelta]:
     """Waits until workers have admitted the request, or for the first delta if it comes earlier or
-    if `admission` is None. Returns the future first delta.
+    if `all_admitted` is None. Returns the future first delta.
 
     If the generation fails earlier, the error can still set the HTTP status, because nothing was
     sent to the client.
@@ -187,8 +186,14 @@ async def begin_stream(
     first = asyncio.ensure_future(anext(deltas))
 
     async def begin() -> None:
-        awaited = [first] if admission is None else [first, admission]
-        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        awaited: list[asyncio.Future[Any]] = [first]
+        if all_admitted is not None:
+            awaited.append(asyncio.ensure_future(all_admitted.wait()))
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for admitted in awaited[1:]:
+                admitted.cancel()
         if first.done():
             first.result()
 

@@ -154,9 +154,9 @@ class GenerationRoutes:
 
         if stream:
             # The stages until the first token are in a header, so it waits for that token.
-            admission = None if with_timing else together.admission
-            first = await begin_stream(request, deltas, admission)
-            known = first.result().delta if first.done() else together.admission.result()
+            all_admitted = None if with_timing else together.all_admitted
+            first = await begin_stream(request, deltas, all_admitted)
+            known = first.result().delta if first.done() else together.admission
             return EventStream(
                 first,
                 deltas,

@@ -487,8 +487,8 @@ class BodyRequests:
     """
 
     def __init__(self, num_requests: int = 1, *, logprobs_max: int) -> None:
-        # Done when workers have admitted all requests. The result is that of the first one.
-        self.admission: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
+        # This event is set when workers have admitted all requests.
+        self.all_admitted = asyncio.Event()
         self._all_prepared = asyncio.Barrier(num_requests)
         self._admitted: dict[str, Admission] = {}  # by request id
         self._num_requests = num_requests
@@ -502,8 +502,13 @@ class BodyRequests:
     def note_admitted(self, job: Job, limit_headers: Mapping[str, str]) -> None:
         """Records that a worker has admitted the job of a request."""
         self._admitted.setdefault(job.request_id, Admission(limit_headers, job.routing.routed))
-        if len(self._admitted) == self._num_requests and not self.admission.done():
-            self.admission.set_result(next(iter(self._admitted.values())))
+        if len(self._admitted) == self._num_requests:
+            self.all_admitted.set()
+
+    @property
+    def admission(self) -> Admission:
+        """The admission of the request that was admitted first."""
+        return next(iter(self._admitted.values()))
 
     def reserve_logprobs(
         self, request: ClientRequest, num_prompt_tokens: int, max_tokens: int
