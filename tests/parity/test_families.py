@@ -166,7 +166,7 @@ class _Remembered:
 
 def _make_fork(prompt: list[int], num_tokens: int) -> ParityRequest:
     path, body = _make_request(prompt[:-3], num_tokens)
-    return path, body | {"n": _NUM_FORKS, "temperature": 1.0, "seed": 5}
+    return path, body | {"n": _NUM_FORKS, "temperature": 2.0, "seed": 5}
 
 
 def _make_leaving(depth: int, round_number: int) -> ParityRequest:
