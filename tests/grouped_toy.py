@@ -105,7 +105,6 @@ class GroupedToyRunner(ToyRunner):
         self.windows = windows
         if STATE in windows:
             self.why_no_budgets = "the toy has states"
-            self.why_no_speculation = "the toy has states"
         self.kv_dtype_name = kv_dtype
 
     def layout(self, *num_blocks: int) -> KvLayout:

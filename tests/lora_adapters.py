@@ -57,6 +57,14 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+# Parts of names in checkpoints, and those of transformers' modules.
+_MODULES = {
+    "backbone.": "model.",  # Nemotron-H
+    "self_attn.f_": "self_attn.forget_gate.f_",  # Kimi Linear
+    "block_sparse_moe.": "mlp.",
+}
+
+
 def write_adapter(
     path: Path,
     model: ModelConfig,
@@ -117,6 +125,9 @@ def merged(
     copied = copy.deepcopy(model)
     for name, (a, b) in made.items():
         scale = scale_of(a.shape[0], alpha, use_rslora=use_rslora)
-        module = copied.get_submodule(name.replace("backbone.", "model."))
+        # transformers' names of modules whose weights have other names in checkpoints
+        for in_file, own in _MODULES.items():
+            name = name.replace(in_file, own)
+        module = copied.get_submodule(name)
         module.weight += scale * (b.float() @ a.float())
     return copied

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from tandem.engine.cache.layout.kv_groups import KvLayout, model_layout
+from tandem.engine.cache.layout.row_layout import RowLayout
 from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.load import load_weights
@@ -21,6 +22,7 @@ from tandem.engine.executor.weights.share import Share
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.models.folder import ModelFolder
 from tandem_kernels.kv_cache import make_pool
+from tandem_kernels.row_pool import RowPool
 from tandem_kernels.state_pool import Pool, StatePool
 
 _TIMEOUT_S = 60.0
@@ -128,6 +130,9 @@ def _pools(layout: KvLayout) -> list[Pool]:
     for group in layout.groups:
         own = group.layout
         memory = torch.zeros(own.num_blocks, own.block_bytes, dtype=torch.uint8)
-        is_state = isinstance(own, StateLayout)
-        pools.append(StatePool(memory, own) if is_state else make_pool(memory, own))
+        if isinstance(own, StateLayout):
+            pools.append(StatePool(memory, own))
+        else:
+            is_of_rows = isinstance(own, RowLayout)
+            pools.append(RowPool(memory, own) if is_of_rows else make_pool(memory, own))
     return pools

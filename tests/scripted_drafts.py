@@ -57,6 +57,7 @@ class AlwaysSpeculator(Speculator):
         self._more = (oracle, random.Random(seed), wrong, vocab_size)
         self.stats = SpeculationStats()
         self._price = None
+        self._recent = None
 
     def drafter(self, spec: SequenceSpec) -> Any:
         if spec.kv_budget is not None or spec.mode is Mode.PREFILL_ONLY:

@@ -1,19 +1,23 @@
 """Measures speculative decoding against plain decoding: edits of code and echoes of JSON, whose
-text is in the prompt, and random text.
+text is in the prompt, and random text. Also scores proposals for recorded tool loops
+(tool_loops.py).
 
     python -m benchmarks.engine.speculation [--tokens 128] [--repeats 3] [--batches 1,32]
 
 Both engines run in turn. For each case, the benchmark prints the ratio of their speeds, the tokens
-of each step and sequence, and the relative time of a step. It fails if their tokens differ.
+of each step and sequence, the relative time of a step, and the share of tokens inside repeats. It
+fails if their tokens differ.
 """
 
 import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 
+from benchmarks.engine.tool_loops import read_turns, replay
 from benchmarks.shared.engines import drained, first_tokens, make_engine, sequence
 from tandem.common.sampling_params import SamplingParams
 from tandem.engine.engine import Engine
@@ -67,6 +71,23 @@ def random_text(number: int) -> str:
 CASES = {"code edit": code_edit, "json echo": json_echo, "random text": random_text}
 
 
+# A token is inside a repeat if it and so many tokens before it occurred before.
+_REPEATED = 3
+
+
+def share_in_repeats(prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Returns the share of the answer's tokens that are inside repeats of the prompt or the
+    answer."""
+    tokens = (*prompt, *answer)
+    seen: set[tuple[int, ...]] = set()
+    num_inside = 0
+    for end in range(_REPEATED + 1, len(tokens) + 1):
+        run = tokens[end - _REPEATED - 1 : end]
+        num_inside += end > len(prompt) and run in seen
+        seen.add(run)
+    return num_inside / len(answer)
+
+
 class Run:
     """One run of a batch: the tokens, and what they took."""
 
@@ -90,7 +111,7 @@ class Run:
 
 
 def main(options: Options = Options()) -> None:
-    """Prints a line for each case, temperature and batch."""
+    """Prints the score of the tool loops, and a line for each case, temperature and batch."""
     batches = [int(batch) for batch in options.batches.split(",")]
     ways = {"off": "off", "on": options.speculative_config}
     engines = {
@@ -105,6 +126,8 @@ def main(options: Options = Options()) -> None:
         for way, setting in ways.items()
     }
     tokenizer = Tokenizer(resolve(options.model).path)
+    score = replay(read_turns(tokenizer), options.speculative_config)
+    print(f"forty tool loops: {score}", flush=True)
     turns = count()
 
     def take_turn(way: str, case: str, temperature: float, batch: int) -> Run:
@@ -130,11 +153,16 @@ def main(options: Options = Options()) -> None:
                     raise SystemExit(f"{case}: the tokens differ")
                 ratio = statistics.median(off.seconds / on.seconds for off, on in pairs)
                 steps = statistics.median(off.num_steps / on.num_steps for off, on in pairs)
+                last = pairs[-1][0]
+                inside = statistics.mean(
+                    share_in_repeats(tokenizer.encode(CASES[case](int(at))), answer)
+                    for at, answer in last.tokens.items()
+                )
                 print(
                     f"{case}, batch {batch}, temperature {temperature:g}: "
-                    f"{pairs[-1][0].num_tokens / pairs[-1][0].seconds:.0f} tokens/s without, ratio "
-                    f"{ratio:.2f}; {steps:.2f} tokens per step, relative time of a step "
-                    f"{steps / ratio:.2f}",
+                    f"{last.num_tokens / last.seconds:.0f} tokens/s without, ratio {ratio:.2f}; "
+                    f"{steps:.2f} tokens per step, relative time of a step {steps / ratio:.2f}; "
+                    f"{inside:.0%} of the tokens are inside repeats",
                     flush=True,
                 )
 

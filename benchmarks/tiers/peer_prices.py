@@ -2,8 +2,9 @@
 
 They serve benchmarks/tiers/prices.py. The link's bandwidth is the option --transfer-bandwidth of
 the worker that pulls, so it is started anew for each. `PeerBench`: the other one has the prompt's
-first blocks. `DecodeBench`: the other one is a prefill worker that has the prompt, and the worker
-that is asked has it in a tier (slow_engine.py), which may be slower or faster than the link.
+first blocks. `PeerTierBench`: it has them in a tier (slow_engine.py) and not in its pool.
+`DecodeBench`: the other one is a prefill worker that has the prompt, and the worker that is asked
+has it in a tier, which may be slower or faster than the link.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +23,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 from benchmarks.shared.requests import random_prompt
-from benchmarks.tiers.slow_engine import BYTES_PER_S
+from benchmarks.tiers.slow_engine import BYTES_PER_S, STAYS
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig, Role
 from tandem.common.config.engine import EngineConfig
@@ -192,6 +194,68 @@ class PeerBench:
         return self.runner.run(start())
 
 
+class PeerTierBench(PeerBench):
+    """A prompt is asked of a worker that has nothing of it, and a tier of a peer has it. The
+    bandwidth is that of the tier."""
+
+    tier: ClassVar[dict[str, Any]]
+
+    def start(self) -> None:
+        """Does nothing: `throttle` starts both."""
+
+    def throttle(self, bytes_per_s: float) -> None:
+        """Starts both workers anew, with such a tier."""
+        self.close()
+        self.asked = None
+        os.environ |= {BYTES_PER_S: str(bytes_per_s), STAYS: "1"}
+        with patch(_START, partial(start_program, "benchmarks.tiers.slow_engine")):
+            local = TransferConfig(prefill_at="local")
+            # Loads for peers take at most half of a pool.
+            size = {"num_blocks": 2 * self.num_blocks}
+            self.peer = self._start("peer", local, kv_tier_policy="lru", **self.tier, **size)
+        del os.environ[STAYS]
+        self._replace("asked", local)
+
+    def prepare(self, prompt: list[int]) -> None:
+        """Has the peer compute the prompt and write it to its tier."""
+        assert self.peer is not None
+        held = self._num_in_tier() + (len(prompt) - 1) // BLOCK
+        super().prepare(prompt)
+        self.runner.run(self._written(held))
+
+    async def _written(self, num_blocks: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while self._num_in_tier() < num_blocks:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    def _num_in_tier(self) -> int:
+        assert self.peer is not None
+        return sum(tier.blocks_held for tier in self.peer.worker._metrics.tiers)
+
+    async def _ask(self, prompt: list[int], way: str) -> tuple[float, int]:
+        assert self.peer is not None
+        assert self.asked is not None
+        await self.peer.worker.link.reset_prefix_cache()
+        await self.asked.worker.link.reset_prefix_cache()
+        num_blocks = (len(prompt) - 1) // BLOCK
+        rates = self.peer.worker.rates.worker
+        load_s = rates.load_queue_s + rates.tiers[0].seconds(num_blocks, rates.block_bytes)
+        holder = pb.PrefixHolder(num_blocks=num_blocks, load_s=load_s, **self.peer.identity)
+        return await self.asked.ask(prompt, prefix_holders=[holder] if way != "compute" else [])
+
+
+class PeerHostBench(PeerTierBench):
+    tier: ClassVar = {"kv_host_bytes": TIER_BYTES}
+
+
+class PeerDiskBench(PeerTierBench):
+    def throttle(self, bytes_per_s: float) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            # The worker keeps its files open after the folder is gone.
+            self.tier = {"kv_disk_path": folder, "kv_disk_bytes": TIER_BYTES}
+            super().throttle(bytes_per_s)
+
+
 class DecodeBench(PeerBench):
     """A prompt is asked of a decode worker that has it in its tier, and a prefill worker has it in
     its pool: it comes from the tier, or from the prefill worker, whichever is sooner. The second
@@ -250,6 +314,7 @@ def _forced(way: str) -> Iterator[None]:
         return
     with (
         patch(f"{_PULLS}.holders_worth_using", _all_with_more),
+        patch(f"{_PULLS}.PrefixPuller._load_s_max", lambda *_: DEADLINE_S),
         patch(f"{_PULLS}._DEADLINE_MIN_S", DEADLINE_S),
     ):
         yield

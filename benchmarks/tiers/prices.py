@@ -1,14 +1,16 @@
 """TTFT of prompts that a throttled tier or peer has, beside loading all and computing all of them.
 
-    python -m benchmarks.tiers.prices [--tiers host disk store peer decode] [--rounds 5]
+    python -m benchmarks.tiers.prices [--tiers host disk store peer peer-host peer-disk decode]
 
 An engine with SmolLM2 and one tier, whose reads are slowed down to a bandwidth (MB/s). A prompt is
 written to the tier, leaves the pool, and is asked again: once as the engine chooses, once with all
 of its blocks loaded, and once computed, by turns. The store is moto's server. For `peer` another
 worker has the prompt, and its blocks are pulled over a link of that bandwidth (peer_prices.py). For
-`decode` a decode worker has the prompt in its tier, a prefill worker has it in its pool, and the
-bandwidths of tier and link differ: once as the decode worker chooses, once without the prefill
-worker, and once without the tier. What counts there is the time to the second token.
+`peer-host` and `peer-disk` another worker has the prompt in a tier of that bandwidth, and loads it
+before it is pulled over a fast link. For `decode` a decode worker has the prompt in its tier, a
+prefill worker has it in its pool, and the bandwidths of tier and link differ: once as the decode
+worker chooses, once without the prefill worker, and once without the tier. What counts there is the
+time to the second token.
 
 The engine should choose what is soonest: its TTFT over the better one of the two others is at most
 1.05 on average, and in each cell at most 1.10 or 10 ms longer. Tokens of all are compared. Writes
@@ -33,7 +35,13 @@ from unittest.mock import patch
 from benchmarks.shared.engines import make_engine, sequence
 from benchmarks.shared.requests import random_prompt
 from benchmarks.tiers.object_store import KEYS, ObjectStore
-from benchmarks.tiers.peer_prices import DecodeBench, PeerBench, peer_bench
+from benchmarks.tiers.peer_prices import (
+    DecodeBench,
+    PeerBench,
+    PeerDiskBench,
+    PeerHostBench,
+    peer_bench,
+)
 from tandem.common.perf_model.soonest import LoadChoice, Prompt, TierReach
 from tandem.engine.engine import Engine
 from tandem.engine.tiers.storage import Bytes
@@ -42,7 +50,8 @@ from tandem_bench.framework import RESULTS, conditions, options, read, run_main,
 CHOOSE = "tandem.engine.scheduler.loads.choose_soonest"
 TIER_BYTES = 1 << 30
 BLOCK = 16
-KINDS = ("host", "disk", "store", "peer", "decode")
+KINDS = ("host", "disk", "store", "peer", "peer-host", "peer-disk", "decode")
+PEERS = {"peer": PeerBench, "peer-host": PeerHostBench, "peer-disk": PeerDiskBench}
 BOTH_MB_PER_S = ((30.0, 200.0), (200.0, 30.0), (30.0, 30.0))  # of a decode worker's tier and link
 
 
@@ -150,7 +159,8 @@ def measure(kind: str, args: Options) -> list[dict[str, Any]]:
     if kind == "decode":
         return measure_decode(args)
     num_blocks = max(args.lengths) // BLOCK + 8
-    make = peer_bench(num_blocks, args.threads) if kind == "peer" else tier_bench(kind, args)
+    peers = PEERS.get(kind)
+    make = peer_bench(num_blocks, args.threads, peers) if peers else tier_bench(kind, args)
     rows = []
     with make as bench:
         for bandwidth in args.bandwidths:

@@ -1,6 +1,7 @@
-"""An engine process whose host tier gives blocks at a bandwidth: TIER_BYTES_PER_S, for benchmarks.
+"""An engine process whose first tier gives blocks at a bandwidth: TIER_BYTES_PER_S, for benchmarks.
 
-`python -m benchmarks.tiers.slow_engine` runs instead of a worker's own engine process.
+`python -m benchmarks.tiers.slow_engine` runs instead of a worker's own engine process. With
+TIER_STAYS, a reset of the prefix cache empties the pool and leaves the tier.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess, main
 
 BYTES_PER_S = "TIER_BYTES_PER_S"
+STAYS = "TIER_STAYS"
 
 
 class SlowTierProcess(EngineProcess):
@@ -28,6 +30,8 @@ class SlowTierProcess(EngineProcess):
             time.sleep(max(0.0, until - time.perf_counter()))
 
         storage.read = slow_read  # type: ignore[method-assign]
+        if os.environ.get(STAYS):
+            self._engine.reset_prefix_cache = self._engine._kv.drop_cached  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

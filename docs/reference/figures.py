@@ -411,15 +411,17 @@ def tier_between() -> Rows:
 @table("from", "bandwidth", "256 tokens", "512", "1,024")
 def tier_prices() -> Rows:
     tiers = _results("tier_prices")["tiers"]
-    for tier in ("host", "disk", "store", "peer"):
-        rows = tiers[tier]["rows"]
+    names = {name: name for name in ("host", "disk", "store", "peer")}
+    names |= {"peer-host": "a peer's host tier", "peer-disk": "a peer's disk"}
+    for tier, name in names.items():
+        rows = tiers[tier]["rows"] if tier in tiers else []
         for bandwidth in sorted({row["mb_per_s"] for row in rows}):
             cells = [
                 f"{row['soonest_ms']:,.0f} ({row['load_ms']:,.0f}, {row['compute_ms']:,.0f})"
                 for row in sorted(rows, key=lambda row: row["tokens"])
                 if row["mb_per_s"] == bandwidth
             ]
-            yield tier, f"{bandwidth:.0f} MB/s", *cells
+            yield name, f"{bandwidth:.0f} MB/s", *cells
 
 
 @table("`--kv-tier-policy`", "tier of 1/4 of the working set", "1/2", "the working set")

@@ -245,10 +245,16 @@ class PrefixConsumer:
     producers: list[ScriptedSource]
 
     def plan(
-        self, *, num_blocks: int = PREFIX_BLOCKS, prompt: list[int] = PROMPT
+        self,
+        *,
+        num_blocks: int = PREFIX_BLOCKS,
+        prompt: list[int] = PROMPT,
+        load_s: float = 0.0,
     ) -> PrefixPlan | None:
         holders = [
-            pb.PrefixHolder(worker_id=f"p{n}", epoch="e", address="x", num_blocks=num_blocks)
+            pb.PrefixHolder(
+                worker_id=f"p{n}", epoch="e", address="x", num_blocks=num_blocks, load_s=load_s
+            )
             for n in range(len(self.producers))
         ]
         spec = SequenceSpec(

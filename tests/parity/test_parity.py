@@ -1,8 +1,8 @@
 """The same request gets the same answer, however its KV was obtained.
 
-With `invariant` numerics all tokens are equal in five ways (ways.py), and all log probabilities are
-within 1e-4 of transformers'. A failure prints one request to reproduce it. Adapters are tested in
-the same ways on the same clusters.
+With `invariant` numerics all tokens are equal in five ways and with speculation (ways.py), and all
+log probabilities are within 1e-4 of transformers'. A failure prints one request to reproduce it.
+Adapters are tested in the same ways on the same clusters.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.models.gguf.export import export
 from tandem.models.source import resolve
+from tests.harness.client import metric
 from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.parity import adapters
 from tests.parity.compare import assert_as_transformers, difference, shrunk
 from tests.parity.models import make_random_model
 from tests.parity.rows import Row, drawn, pairwise
-from tests.parity.ways import Way, all_disturbed, send_all_ways, start_ways
+from tests.parity.ways import WAYS, Way, all_disturbed, send_all_ways, start_ways
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def ways(
 ) -> Iterator[dict[str, Way]]:
     model = str(tiny.folder / adapters.BASE)
     folder = tmp_path_factory.mktemp("ways")
-    with start_ways(redis_server, folder, model, *adapters.options(tiny.folder)) as started:
+    own = adapters.options(tiny.folder)
+    with start_ways(redis_server, folder, model, *own, names=(*WAYS, "speculating")) as started:
         yield started
 
 
@@ -98,6 +100,20 @@ def test_workers_of_several_ranks(
     with start_ways(redis_server, tmp_path, model, *own, ranks=ranks) as ways:
         check(ways, tiny.base, pairwise(5))
         adapters.check(ways, tiny.folder, tiny.models)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_long_with_speculation(tiny: Tiny, redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+    model = str(tiny.folder / adapters.BASE)
+    own = adapters.options(tiny.folder)
+    with start_ways(redis_server, tmp_path, model, *own, speculation="auto") as ways:
+        adapters.check(ways, tiny.folder, tiny.models)
+        rows = drawn(int(os.environ.get("PARITY_SEED", "1")), 500)
+        for start in range(0, len(rows), 50):
+            check(ways, tiny.base, rows[start : start + 50])
+        for way in ("nixl", "grpc", "preempted"):
+            assert metric(ways[way].cluster, "decode-0", "tandem_accepted_tokens_total") > 0
 
 
 @pytest.mark.slow

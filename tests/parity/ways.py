@@ -4,6 +4,7 @@ aggregated   one worker computes everything
 nixl, grpc   a prefill worker computes the prompt, and the blocks are pulled (cuda_ipc: on GPUs)
 preempted    the pool is too small for the concurrent requests
 migrated     the decode worker leaves the pool while its requests run, and another one joins
+speculating  one worker computes everything, and all proposed tokens are verified
 ranks        two ranks compute the prompt, and two ranks decode
 disk         a worker that starts again loads the KV that it wrote to its disk before
 """
@@ -28,7 +29,7 @@ from tandem.models.config.model import ModelConfig
 from tandem.models.limits import check_settings
 from tests.harness.client import metric, migrations, open_client
 from tests.harness.cluster import LocalCluster, wait_for
-from tests.harness.slow_engine import HOLD_VARIABLE
+from tests.harness.slow_engine import ALWAYS_VARIABLE, HOLD_VARIABLE
 
 Answer = dict[str, Any]
 ParityRequest = tuple[str, dict[str, Any]]  # path and body
@@ -142,6 +143,18 @@ class Migrated(Held):
         return migrations(self.cluster, "drain")
 
 
+class Speculating(Way):
+    """Sends each request twice. The second time, its first answer is proposed."""
+
+    async def send_all(self, sent: Sequence[ParityRequest]) -> list[Answer]:
+        await super().send_all(sent)
+        return await super().send_all(sent)
+
+    def disturbances(self) -> float:
+        """Counts the accepted tokens."""
+        return metric(self.cluster, "decode-0", "tandem_accepted_tokens_total")
+
+
 class Restarted(Way):
     """A worker whose KV is on its disk, and which starts again between requests."""
 
@@ -193,10 +206,12 @@ def start_ways(
     small_pool: int = _SMALL_POOL,
     names: Sequence[str] = WAYS,
     ranks: tuple[int, int] = (1, 1),
+    speculation: str = "off",
 ) -> Iterator[dict[str, Way]]:
     """Starts the clusters of these ways concurrently, with `more` options for their workers, and
     stops them at the end. `small_pool` is a number of blocks that causes preemptions. `ranks` are
-    the ranks of prefill and of decode workers, except for the way `aggregated`."""
+    the ranks of prefill and of decode workers, and `speculation` is the value of
+    --speculative-config, except for the way `aggregated`."""
     disk = (
         *("--kv-disk-path", str(folder / "kv"), "--kv-tier-policy", "lru"),
         *("--kv-disk-size", str(64 << 20)),  # a worker that starts looks at each place on the disk
@@ -209,6 +224,7 @@ def start_ways(
         "grpc": (Way, (1, 1), (*remote, "--transport", "grpc")),
         "preempted": (Held, (0, 1), ("--num-blocks", str(small_pool))),
         "migrated": (Migrated, (1, 1), (*remote, "--transport", "nixl")),
+        "speculating": (Speculating, (0, 1), ()),
         "ranks": (Way, (1, 1), (*remote, "--transport", "nixl")),
         "disk": (Restarted, (0, 1), disk),
     }
@@ -223,17 +239,22 @@ def start_ways(
             cluster.router_options = (*cluster.router_options, "--ttft-limit", "0")
             stack.callback(closing.submit, cluster.close)
             cluster.start_router()
+            setting = {"aggregated": "off", "speculating": "auto"}.get(name, speculation)
+            if setting != "off":
+                cluster.options = (*cluster.options, "--speculative-config", setting)
+            environment = {} if setting == "off" else {ALWAYS_VARIABLE: "1"}
+            if issubclass(kind, Held):
+                environment[HOLD_VARIABLE] = str(_hold_file(cluster))
             roles = (("prefill", prefill, ranks[0]), ("decode", decode, ranks[1]))
             for role, count, num_ranks in roles:
                 degree = {"aggregated": 1, "disk": 1, "ranks": 2}.get(name, num_ranks)
                 for number in range(count):
-                    is_slow = issubclass(kind, Held)
                     cluster.start_worker(
                         f"{role}-{number}",
                         role,
                         *("--tensor-parallel", str(degree)),
-                        module=(_SLOW, "worker") if is_slow else ("tandem.worker",),
-                        environment={HOLD_VARIABLE: str(_hold_file(cluster))} if is_slow else None,
+                        module=(_SLOW, "worker") if environment else ("tandem.worker",),
+                        environment=environment,
                     )
             ways[name] = kind(name, cluster)
         for way in ways.values():

@@ -377,6 +377,7 @@ struct LoraProduct {
 struct LoraLayer {
     LoraProduct qkv, attention_out, gate_up, down;
     LoraProduct q_out;                    // `q_out`, `keys` and `values` are for latent attention
+    LoraProduct decay_out, gate_out;      // of Kimi Delta Attention
     const LoraProduct *keys, *values;     // one for each head; null: no delta
 };
 

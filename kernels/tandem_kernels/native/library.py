@@ -333,7 +333,13 @@ class LoraProduct(Structure):
 
 class LoraLayer(Structure):
     _fields_ = (
-        *((name, LoraProduct) for name in ("qkv", "attention_out", "gate_up", "down", "q_out")),
+        *(
+            (name, LoraProduct)
+            for name in (
+                *("qkv", "attention_out", "gate_up", "down", "q_out"),
+                *("decay_out", "gate_out"),
+            )
+        ),
         ("keys", POINTER(LoraProduct)),
         ("values", POINTER(LoraProduct)),
     )

@@ -272,7 +272,7 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
     const Gating& wanted = matrix.gating;
     if (wanted.activation == SILU_GATE && wanted.alpha == 1.0f && wanted.limit == 1.0f)
         // the most common activation, without a branch per vector
-        put_all({SILU_GATE, 1.0f, 1.0f});
+        put_all({SILU_GATE, 1.0f, 1.0f, 0.0f});
     else
         put_all(wanted);
 }

@@ -27,6 +27,7 @@ inline size_t lora_floats(const Model& model, const Step& step) {
     for (int index = 0; index < model.num_layers; ++index) {
         const Layer& layer = model.layers[index];
         in = std::max(in, layer.attention_out.in);
+        if (layer.state != nullptr) in = std::max(in, layer.state->decay_out.in);
         if (layer.latent != nullptr) in = std::max({in, layer.latent->q_out.in, layer.latent->plain});
     }
     return static_cast<size_t>(kTileRows) * (whole_steps(in) + 2 * step.lora_rank);

@@ -153,16 +153,21 @@ inline float* scan_layer(const StateLayer& layer, const StateShape& shape, float
 }
 
 // Computes the decays' inputs and the output gates of Kimi Delta Attention from the narrow products.
-inline void multiply_narrow(const StateLayer& layer, const StateShape& shape, float* projected,
-                            int64_t stride, int num_rows, const Rows& rows, const Team& team) {
+inline void multiply_narrow(const StateLayer& layer, int index, const StateShape& shape,
+                            float* projected, int64_t stride, int num_rows, const Rows& rows,
+                            const Team& team) {
     int from = shape.narrow, to = shape.decays;
-    for (const Matrix* matrix : {&layer.decay_out, &layer.gate_out}) {
+    for (const bool is_of_decays : {true, false}) {
+        const Matrix* const matrix = is_of_decays ? &layer.decay_out : &layer.gate_out;
         const Inputs inputs = inputs_of(*matrix, rows.input, num_rows, rows.rounded);
         team.each(num_rows, [&](int row) {
             put_row(projected + row * stride + from, 1.0f, inputs.row(row));
         });
-        linear(*matrix, inputs, {projected + to, static_cast<size_t>(stride), Into::kSet}, team);
+        const Output output{projected + to, static_cast<size_t>(stride), Into::kSet};
+        linear(*matrix, inputs, output, team);
         team.wait();
+        add_lora(rows.lora, index, is_of_decays ? &LoraLayer::decay_out : &LoraLayer::gate_out,
+                 inputs, output, team);
         from += matrix->in;
         to += matrix->out;
     }
@@ -232,7 +237,7 @@ inline void place_state(const Model& model, const Step& step, int index, const R
         });
     } else {
         if (own.form == KIMI_DELTA)
-            multiply_narrow(own, shape, projected, stride, step.num_rows, rows, team);
+            multiply_narrow(own, index, shape, projected, stride, step.num_rows, rows, team);
         convolve_sections(own, shape, projected, stride, convs, group, rows, team);
         float* const y = scan_layer(own, shape, projected, stride, states, group, rows, team);
         team.each(step.num_rows, [&](int row) {

@@ -12,11 +12,14 @@ from tandem.errors import ConfigError
 
 # Largest value of num_speculative_tokens. A step computes all proposed tokens of a sequence.
 TOKENS_MAX = 64
+# Largest number of answers in which other sequences find proposals.
+ANSWERS_MAX = 10_000
 _METHODS = ("ngram", "suffix")
 _OF_METHOD = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": (
         "suffix_decoding_max_tree_depth",
+        "suffix_decoding_max_cached_requests",
         "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
     ),
@@ -35,16 +38,18 @@ class Speculated(msgspec.Struct, frozen=True):
 class Speculation:
     """How an engine proposes tokens of a sequence.
 
-    A proposal is the text that followed the last tokens of the sequence where they occurred before.
+    A proposal is the text that followed the last tokens of the sequence where they occurred before:
+    in the sequence itself, or in a recent answer to the same tenant.
     """
 
     method: Literal["ngram", "suffix"]
     tokens_max: int  # largest number of tokens in a proposal
     match_min: int  # smallest number of last tokens that must have occurred before
     match_max: int  # number of last tokens that are compared
-    # A proposal has at most this number of tokens for each token that matched; 0: no limit.
-    factor: float = 0.0
+    # A proposal has at most this number of tokens for each token that matched; None: no limit.
+    factor: float | None = None
     probability_min: float = 0.0  # a proposed token has at least this probability
+    answers_max: int = 0  # number of recent answers in which proposals are found
 
 
 class SpeculationStats(msgspec.Struct):
@@ -71,7 +76,7 @@ class SpeculationStats(msgspec.Struct):
         return msgspec.structs.replace(self, num_accepted_at=list(self.num_accepted_at))
 
 
-_AUTO = Speculation("suffix", tokens_max=16, match_min=3, match_max=24)
+_AUTO = Speculation("suffix", tokens_max=16, match_min=3, match_max=24, answers_max=ANSWERS_MAX)
 
 
 def parse_speculation(text: str) -> Speculation | None:
@@ -127,17 +132,25 @@ def _read(given: dict[str, Any]) -> Speculation:
         match_max=depth,
         factor=_number(given, "suffix_decoding_max_spec_factor", 1.0, TOKENS_MAX),
         probability_min=_number(given, "suffix_decoding_min_token_prob", 0.1, 1.0),
+        answers_max=_whole(
+            given, "suffix_decoding_max_cached_requests", ANSWERS_MAX, range(ANSWERS_MAX + 1)
+        ),
     )
 
 
-def _whole(given: dict[str, Any], key: str, default: int | None = None) -> int:
+def _whole(
+    given: dict[str, Any],
+    key: str,
+    default: int | None = None,
+    allowed: range = range(1, TOKENS_MAX + 1),
+) -> int:
     value = given.get(key, default)
     if value is None:
         raise ConfigError(f"speculative-config lacks the key {key}")
-    if type(value) is not int or not 1 <= value <= TOKENS_MAX:
+    if type(value) is not int or value not in allowed:
         raise ConfigError(
-            f"speculative-config has {key} {value!r}; it must be a whole number from 1 to "
-            f"{TOKENS_MAX}"
+            f"speculative-config has {key} {value!r}; it must be a whole number from "
+            f"{allowed.start} to {allowed.stop - 1}"
         )
     return value
 

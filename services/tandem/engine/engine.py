@@ -32,7 +32,7 @@ from tandem.common.worker_load import WorkerLoad
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.cache.layout.kv_groups import divide_pool
+from tandem.engine.cache.layout.kv_groups import divide_pool, num_scratch_slots
 from tandem.engine.executor.sampler import Sampled, StepSampler
 from tandem.engine.image_rows import ImageRows
 from tandem.engine.kept_chains import KeptChains
@@ -102,7 +102,11 @@ class Engine:
         )
         self._grammars = GrammarMasks(compiler, runner.vocab_size)
         self._images = images or ImageRows(None, "the model takes text only")
-        self._kv = KvCache(self.layout, report_tokens=config.report_block_tokens)
+        self._kv = KvCache(
+            self.layout,
+            report_tokens=config.report_block_tokens,
+            num_scratch=num_scratch_slots(config),
+        )
         self.unmeasured_rates = self._kv.rates(self.max_tokens_per_step)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
@@ -110,6 +114,7 @@ class Engine:
             None if runner.why_no_speculation else parse_speculation(config.speculative_config),
             self._step_time,
             self.max_model_len,
+            has_states=self._kv.has_states,
         )
         self._new_sequences = NewSequences(
             runner,
@@ -146,7 +151,9 @@ class Engine:
         )
         self._sequences = LiveSequences()
         self._pending = PendingReport(self.layout)
-        self._peer_blocks = PeerBlocks(self._kv, self._pending)
+        self._peer_blocks = PeerBlocks(
+            self._kv, self._pending, self._tiers, lambda: self._scheduler.spare_blocks
+        )
         self._steps = count(1)
         self._ahead: LaunchedStep | None = None
 
@@ -303,13 +310,18 @@ class Engine:
         self._scheduler.start(sequence)
 
     def hold_prefix(
-        self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
+        self,
+        sequence_id: str,
+        block_hashes: list[bytes],
+        first_wanted_block: int = 0,
+        load_s_max: float = 0.0,
     ) -> None:
         """Keeps the longest cached prefix of the chain `block_hashes` in the pool for a peer, until
-        `remove`. The next report lists the ids of the kept blocks from index `first_wanted_block`
-        on."""
+        `remove`. A report lists the ids of the kept blocks from index `first_wanted_block` on. This
+        is the next report, unless blocks of the chain are loaded from tiers before. They are
+        loaded if that is expected to take at most `load_s_max` seconds."""
         self._check_chain(sequence_id)
-        self._peer_blocks.hold_prefix(sequence_id, block_hashes, first_wanted_block)
+        self._peer_blocks.hold_prefix(sequence_id, block_hashes, first_wanted_block, load_s_max)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
         """Reserves blocks for a chain whose KV will be pulled from a peer. The chain ends with
@@ -345,9 +357,10 @@ class Engine:
         return self._tiers.block_hashes(tier, first, end)
 
     def reset_prefix_cache(self) -> int:
-        """Drops all cached blocks that no sequence references, and all copies in tiers. Returns the
-        number of blocks dropped from the pool."""
+        """Drops all cached blocks that no sequence references, all copies in tiers, and the answers
+        that are kept for proposals. Returns the number of blocks dropped from the pool."""
         self._tiers.reset()
+        self._speculator.forget()
         return self._kv.drop_cached()
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
@@ -390,8 +403,9 @@ class Engine:
 
     def has_work(self) -> bool:
         has_events = self._pending.has_events or self._kv.has_events or self._adapters.has_results
-        has_results = self._tiers.has_results or self._ahead is not None
-        return has_events or has_results or self._scheduler.has_work()
+        has_results = self._tiers.has_results or self._peer_blocks.has_work
+        is_ahead = self._ahead is not None
+        return has_events or has_results or is_ahead or self._scheduler.has_work()
 
     def awaits_threads(self) -> bool:
         """Returns True while threads compile a grammar, read an adapter, or copy blocks from or to
@@ -419,6 +433,7 @@ class Engine:
             self._tiers,
             self.kept,
             self._speculator.stats,
+            self._peer_blocks.stats,
         )
 
     def check_integrity(self) -> None:
@@ -456,6 +471,9 @@ class Engine:
         sequences whose admission is still to be reported."""
         loaded = []
         for load in self._tiers.take_ended():
+            if load.sequence_id in self._peer_blocks:
+                self._peer_blocks.take_load(load)
+                continue
             sequence = self._sequences[load.sequence_id]
             if not self._scheduler.loads.take(load, sequence):
                 self._scheduler.compute_instead(sequence)
@@ -471,6 +489,7 @@ class Engine:
                 self._pending.final_blocks(sequence)
         for name in self._scheduler.loads.find_slow(self._scheduler.loading):
             self._scheduler.compute_instead(self._sequences[name], self._tiers.cancel_load(name))
+        self._peer_blocks.settle()
         return loaded
 
     def _settle_adapters(self) -> None:
@@ -524,6 +543,8 @@ class Engine:
         sampler = StepSampler(schedule.chunks)
         wait_until = time.perf_counter() + MASK_WAIT_S
         self._grammars.start(sampler.grammars)
+        if scratch := [copy for chunk in schedule.chunks for copy in chunk.scratch]:
+            self._runner.copy_blocks(scratch)
         logits = self._runner.forward(self._batch(schedule), on_kv_written if is_awaited else None)
         self._grammars.wait(wait_until)
         sampled = self._sample(sampler, logits)
@@ -596,7 +617,8 @@ class Engine:
             for one in sampled:
                 grammar = one.sequence.grammar
                 if (grammar is None or not grammar.error) and sampler.is_proposed(one):
-                    self._count(one.sequence, 1)
+                    if not self._kv.has_states:
+                        self._count(one.sequence, 1)
                     one.sequence.append(one.token_id)
                     self._pending.tokens(one.sequence, [one.token_id], "", one.logprobs)
                     accepted.append(one.sequence)
@@ -609,14 +631,23 @@ class Engine:
             sampler.skip_late()
             sampler.start(self._runner, logits)
             sampled = sampler.finish(self._runner, logits)
-        for sequence, *_, drafts in schedule.chunks:
-            if sequence.drafter is not None and drafts:
-                self._speculator.count(
-                    sequence.drafter,
-                    num_accepted[sequence],
-                    len(drafts),
-                    schedule.work.draft_tokens,
-                )
+        sampled_last = {one.sequence for one in ended}
+        for chunk in schedule.chunks:
+            sequence, drafts = chunk.sequence, chunk.drafts
+            if sequence.drafter is None or not drafts:
+                continue
+            self._speculator.count(
+                sequence.drafter,
+                num_accepted[sequence],
+                len(drafts),
+                schedule.work.draft_tokens,
+            )
+            if num_accepted[sequence] == len(drafts) and sequence in sampled_last:
+                self._kv.keep_scratch(sequence.tables, chunk.scratch)
+                if chunk.scratch:
+                    self._count(sequence, sequence.num_missing_tokens)
+            else:
+                self._kv.return_scratch(chunk.scratch)
         return ended
 
     def _batch(self, schedule: Schedule) -> StepBatch:
@@ -644,8 +675,10 @@ class Engine:
 
     def _take(self, sampled: Collection[Sampled], schedule: Schedule) -> None:
         """Appends the sampled tokens to their sequences."""
+        # The running states of these have not taken in the step's tokens, which are computed again.
+        others = {chunk.sequence for chunk in schedule.chunks if chunk.scratch}
         for sequence, _, _ in sampled:
-            if sequence.num_missing_tokens:
+            if sequence.num_missing_tokens and sequence not in others:
                 self._count(sequence, 1)
         schedule.evict()
         for sequence, token_id, logprobs in sampled:
@@ -713,6 +746,8 @@ class Engine:
         stored = sequence.block_hashes[: sequence.num_stored_blocks]
         spec = sequence.spec
         self.kept.keep(spec.cache_salt, spec.retention, stored)
+        if sequence.drafter is not None:
+            self._speculator.keep(spec, sequence.token_ids)
         self._scheduler.withdraw(sequence)
         self._kv.release(sequence.release_tables(), unsafe_blocks)
 

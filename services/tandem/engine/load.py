@@ -11,7 +11,7 @@ from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
 from tandem.engine.tiers.tiers import Tiers
-from tandem.engine.types import AdapterStats, EngineStats, Mode
+from tandem.engine.types import AdapterStats, EngineStats, Mode, PeerLoadStats
 
 
 def measure_load(
@@ -66,6 +66,7 @@ def measure_stats(
     tiers: Tiers,
     kept: KeptChains,
     speculation: SpeculationStats | None,
+    peer_loads: PeerLoadStats,
 ) -> EngineStats:
     return EngineStats(
         blocks_free=sum(pool.num_free for pool in kv.pools),
@@ -76,6 +77,7 @@ def measure_stats(
         load_queue_s=tiers.queued_s,
         pins=kept.stats(),
         speculation=None if speculation is None else speculation.copy(),
+        peer_loads=peer_loads,
     )
 
 

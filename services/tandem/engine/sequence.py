@@ -59,6 +59,7 @@ from tandem.engine.cache.block_copy import NO_PART, BlockCopy, BlockPart
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.cache.layout.kv_groups import INNER_CHUNK
 from tandem.engine.logit_edits import LogitEdits
 from tandem.engine.speculation.drafter import NOTHING, Drafter, Proposal
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
@@ -445,6 +446,11 @@ class Sequence:
         if self.drafter is None:
             return NOTHING
         proposal = self.drafter.propose(self.token_ids)
+        if self.checkpoints is not None:
+            # A step ends where states are frozen. It has no whole inner chunk, which kernels would
+            # compute with other bits than single tokens.
+            most = min(self.next_checkpoint - self.num_tokens, INNER_CHUNK - 2)
+            proposal = proposal.first(max(0, most))
         if self.grammar is not None and proposal.token_ids:
             return proposal.first(self.grammar.count_allowed(proposal.token_ids))
         return proposal
@@ -456,6 +462,17 @@ class Sequence:
         return num_tokens >= max_model_len or (
             max_tokens is not None and num_tokens - self.spec.num_prompt_tokens >= max_tokens
         )
+
+    def growth(self, num_tokens_max: int) -> int:
+        """Returns how many tokens this engine may still sample for the sequence, at most
+        `num_tokens_max`."""
+        if self.mode is Mode.PREFILL_ONLY:
+            return 0
+        max_tokens = self.spec.sampling.max_tokens
+        if max_tokens is None:
+            return num_tokens_max
+        num_left = self.spec.num_prompt_tokens + max_tokens - len(self.token_ids)
+        return max(0, min(num_tokens_max, num_left))
 
     @property
     def missing_span(self) -> tuple[int, int]:

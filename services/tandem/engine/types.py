@@ -222,6 +222,16 @@ class PinStats(msgspec.Struct, frozen=True):
     fates: dict[str, int] = {}  # `Fate` of a pin -> number of blocks since the start
 
 
+class PeerLoadStats(msgspec.Struct, frozen=True):
+    """The loads from tiers for peers that pull blocks from this engine, since its start."""
+
+    # Result -> number of loads. "loaded", "failed" (a block could not be read), "given_up" (the
+    # load took too long), "cancelled" (the peer has left), "too_slow" or "no_room" (not begun)
+    results: dict[str, int] = {}
+    seconds: float = 0.0  # from the peers' requests to the end of their loads
+    blocks: int = 0  # number of loaded blocks
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """State of an engine for the metrics of its worker. Routers get the `WorkerLoad` only."""
 
@@ -233,6 +243,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     load_queue_s: float = 0.0  # expected seconds until the current loads from tiers have ended
     pins: list[PinStats] = []
     speculation: SpeculationStats | None = None  # None: the engine does not speculate
+    peer_loads: PeerLoadStats = PeerLoadStats()
 
 
 class StoredBlock(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from tandem.common.dtypes import DTYPE_BYTES, is_quantized
 from tandem.errors import ConfigError
-from tandem.models.config.linear_attention import KimiDelta
 from tandem.models.config.model import ModelConfig
 
 if TYPE_CHECKING:
@@ -36,9 +35,8 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
             f"state-dtype is {options.state_dtype}, but no layer of the model keeps a state; "
             "remove state-dtype"
         )
-    if model.has_states and (why := _why_not_with_states(options, model)):
-        raise ConfigError(f"{why}, and the model has layers with linear attention")
-    if options.speculative_config not in ("off", "auto") and (why := why_no_speculation(model)):
+    why = why_no_speculation(options, model)
+    if options.speculative_config not in ("off", "auto") and why:
         raise ConfigError(
             f"speculative-config is set, but {why}; set speculative-config to off or auto"
         )
@@ -46,28 +44,12 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(f"expert-parallel is set, but {why}; remove expert-parallel")
 
 
-def why_no_speculation(model: ModelConfig) -> str:
+def why_no_speculation(options: EngineOptions, model: ModelConfig) -> str:
     """Returns why no request to a model may speculate; "" if requests may."""
-    if model.has_states:
-        return "some layers of the model keep a state, which cannot drop a rejected token"
+    if model.has_states and options.state_dtype != "float32":
+        return f"state-dtype is {options.state_dtype}; it must be float32"
     if model.shared_kv is not None:
         return "the model has compressed attention, whose KV cannot drop a rejected token"
-    return ""
-
-
-def _why_not_with_states(options: EngineOptions, model: ModelConfig) -> str:
-    """Returns the first setting that a model with linear attention does not support; "" if it
-    supports all of them."""
-    if any(isinstance(layer.linear, KimiDelta) for layer in model.layers):
-        if options.tensor_parallel > 1:
-            return f"tensor-parallel is {options.tensor_parallel}; it must be 1 with Kimi Linear"
-        if options.lora:
-            return "LoRA adapters are not supported with Kimi Linear; remove lora"
-    if options.has_tiers and options.tensor_parallel > 1:
-        return (
-            f"tensor-parallel is {options.tensor_parallel}; it must be 1 with KV tiers "
-            f"({', '.join(options.tiers)})"
-        )
     return ""
 
 
@@ -101,13 +83,9 @@ def _why_not_transformers(options: EngineOptions) -> str:
 def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
     """Returns the reason why this number of ranks cannot share the heads of the model; "" if they
     can. A rank has whole query heads, and whole KV heads or a copy of one."""
-    # The ranks of no kernels were tried with these.
-    is_untried = (
-        model.index_keys is not None or model.alt_up is not None or model.shared_kv is not None
-    )
-    if num_ranks > 1 and is_untried and (why := why_irregular(model)):
-        return f"tensor-parallel is {num_ranks}; it must be 1 for this model: {why}"
-    num_heads = model.num_attention_heads
+    num_heads, parts = model.num_attention_heads, "query heads"
+    if model.shared_kv is not None:  # The heads of a group share a matrix.
+        num_heads, parts = model.shared_kv.num_groups, "groups of query heads"
     all_kv_heads = sorted({model.heads_of(layer).num_kv for layer in model.layers})
 
     def can_share(num: int) -> bool:
@@ -117,16 +95,23 @@ def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
         return ""
     possible = ", ".join(str(num) for num in range(1, num_heads + 1) if can_share(num))
     return (
-        f"tensor-parallel is {num_ranks}, but the model's {num_heads} query heads and "
+        f"tensor-parallel is {num_ranks}, but the model's {num_heads} {parts} and "
         f"{' or '.join(map(str, all_kv_heads))} KV heads cannot be divided among {num_ranks} "
         f"ranks; possible are {possible}"
     )
 
 
+def why_not_pools_of_ranks(model: ModelConfig) -> str:
+    """Returns the reason why several ranks cannot have a KV pool each, as on GPUs; "" if they
+    can."""
+    if model.index_keys is not None and model.num_kv_heads > 1:
+        return "the ranks would divide KV heads whose blocks also have the keys of indexers"
+    return ""
+
+
 def why_irregular(model: ModelConfig) -> str:
     """Returns in what a model differs from those whose layers all have keys and values of one
-    shape and nothing else; "" if it does not differ. Adapters, quantized KV, and torch with several
-    ranks need such layers."""
+    shape and nothing else; "" if it does not differ. Adapters and quantized KV need such layers."""
     if model.index_keys is not None:
         return "an indexer chooses the tokens to which a query attends"
     return why_uneven(model)

@@ -216,6 +216,32 @@ async def test_what_is_computed_sooner_is_not_pulled() -> None:
         assert plan.spec.prefix_blocks == PREFIX_BLOCKS
 
 
+async def test_a_load_from_a_tier_counts_and_the_holder_knows_how_long_it_may_take() -> None:
+    allowed: list[float] = []
+
+    async def loads(commands: Commands, context: Any) -> Events:
+        hold = (await anext(aiter(commands))).hold
+        allowed.append(hold.load_s_max)
+        yield accepted()
+        yield run(0, *BLOCKS)
+        yield held()
+        await anext(aiter(commands))
+        yield released(hold.lease_id)
+
+    async with prefix_consumer_of(loads) as consumer:
+        plain, slow = consumer.plan(), consumer.plan(load_s=1e-3)
+        assert plain is not None
+        assert slow is not None
+        assert plain.spec.offer is not None
+        assert slow.spec.offer is not None
+        assert slow.spec.offer.latency_s == pytest.approx(plain.spec.offer.latency_s + 1e-3)
+        assert await consumer.fill() == PREFIX_BLOCKS
+        assert allowed[0] > 1e-3
+        # A longer load than that is not worth a pull.
+        assert consumer.plan(load_s=0.99 * allowed[0]) is not None
+        assert consumer.plan(load_s=1.01 * allowed[0]) is None
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "num_tokens", "depth"),
     # States are frozen after multiples of 64 tokens, which are 4 blocks; the last token of a prompt

@@ -22,7 +22,11 @@ def test_methods_and_their_keys() -> None:
     ngram |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
     assert parse_speculation(json.dumps(ngram)) == Speculation("ngram", 5, 2, 4)
     suffix = {"method": "suffix", "suffix_decoding_max_spec_factor": 2}
-    assert parse_speculation(json.dumps(suffix)) == Speculation("suffix", 32, 3, 24, 2.0, 0.1)
+    expected = Speculation("suffix", 32, 3, 24, 2.0, 0.1, 10_000)
+    assert parse_speculation(json.dumps(suffix)) == expected
+    suffix |= {"suffix_decoding_max_cached_requests": 0, "suffix_decoding_max_spec_factor": 0}
+    expected = Speculation("suffix", 32, 3, 24, 0.0, 0.1, 0)
+    assert parse_speculation(json.dumps(suffix)) == expected
 
 
 @pytest.mark.parametrize(
@@ -37,6 +41,10 @@ def test_methods_and_their_keys() -> None:
         ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 64"),
         ({"method": "suffix", "model": "x"}, "the key 'model', which the method suffix does not"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "from 0 to 1"),
+        (
+            {"method": "suffix", "suffix_decoding_max_cached_requests": 10_001},
+            "from 0 to 10000",
+        ),
         (
             {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3}
             | {"prompt_lookup_max": 2},

@@ -41,6 +41,8 @@ class ImportedBlocks:
 
 
 class Machine(EngineMachine):
+    load_s_max = 0.0  # for which a consumer lets the engine load blocks from tiers
+
     def __init__(self) -> None:
         super().__init__()
         self.held: dict[str, PinnedPrefix] = {}
@@ -62,7 +64,7 @@ class Machine(EngineMachine):
         """Holds it for a consumer that wants blocks from `first_wanted` on, or imports it."""
         sequence_id, hashes = self.new_id(), self.hashes(token_ids)
         if first_wanted is not None:
-            self.engine.hold_prefix(sequence_id, hashes, first_wanted)
+            self.engine.hold_prefix(sequence_id, hashes, first_wanted, self.load_s_max)
             self.held[sequence_id] = PinnedPrefix(token_ids, first_wanted)
             return
         num_cached = self.engine.load().blocks_cached

@@ -68,6 +68,8 @@ class Prefix:
 
 
 class Pair(RuleBasedStateMachine):
+    load_s_max = 0.0  # for which a consumer lets an engine load blocks from tiers
+
     @initialize(
         windows=st.sampled_from(ALL_WINDOWS),
         block_size=st.sampled_from(BLOCK_SIZES),
@@ -218,7 +220,8 @@ class Pair(RuleBasedStateMachine):
             )
             self.there.add(lease)
         else:
-            self.there.hold_prefix(request.lent_at, self._prefix_hashes(spec), request.num_cached)
+            hashes = self._prefix_hashes(spec)
+            self.there.hold_prefix(request.lent_at, hashes, request.num_cached, self.load_s_max)
 
     def _prefix_hashes(self, spec: SequenceSpec) -> list[bytes]:
         block_size = self.here.layout.block_size
@@ -251,7 +254,8 @@ class Pair(RuleBasedStateMachine):
             request, name = self.leases[reserved.sequence_id], f"prefix-{reserved.sequence_id}"
             num_cached = reserved.num_cached_tokens // self.there.layout.block_size
             self.prefixes[name] = Prefix(reserved.sequence_id, reserved.block_ids, num_cached)
-            self.here.hold_prefix(name, self._prefix_hashes(request.spec), num_cached)
+            hashes = self._prefix_hashes(request.spec)
+            self.here.hold_prefix(name, hashes, num_cached, self.load_s_max)
         for run in report.final_blocks:
             self.take_run(run)
         for prefilled in report.prefilled:

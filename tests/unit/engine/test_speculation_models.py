@@ -190,6 +190,61 @@ def test_models_of_other_kinds(
     assert speculator.stats.num_accepted_tokens > 20
 
 
+@pytest.mark.parametrize("kernels", ["native", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3-next",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "kimi-linear",
+                "granite4",
+                "falcon-h1",
+                "nemotron-h",
+                "lfm2",
+                "olmo-hybrid",
+            )
+        ),
+    ],
+)
+def test_models_with_states(family: str, kernels: str, tmp_path: Path) -> None:
+    folder, _ = make_tiny_model(family, tmp_path)
+    settings = {
+        "block_size": 16,
+        "num_blocks": 100,
+        "kernels": kernels,
+        "dtype": "float32",
+        "max_num_seqs": 3,
+        "speculative_config": "auto",
+    }
+    if kernels == "torch":
+        settings["numerics"] = "invariant"
+    prompts = random_prompts(70, 33, 5)
+    specs = [
+        make_spec(str(at), prompt, max_tokens=100, sampling=replace(DRAWN, seed=at))
+        for at, prompt in enumerate(prompts)
+    ]
+    plain = drive_all(
+        make_model_engine(folder, **settings | {"speculative_config": "off"})[0], *specs
+    )
+    engine, _ = make_model_engine(folder, **settings)
+    speculator = speculating(engine, plain.token_ids, wrong=0.1)
+    outcome = drive_all(engine, *specs)
+    assert of_run(outcome) == of_run(plain)
+    assert len(outcome.reports) < len(plain.reports)
+    assert speculator.stats.num_accepted_tokens > 60
+    assert speculator.stats.num_accepted_tokens < speculator.stats.num_draft_tokens
+    # A further turn resumes after the states that were frozen meanwhile.
+    made = plain.token_ids["0"]
+    turn = make_spec("turn", [*prompts[0], *made, 5], max_tokens=20)
+    again = drive_all(make_model_engine(folder, **settings)[0], turn)
+    plain.token_ids["turn"] = again.token_ids["turn"]
+    resumed_after = drive_all(engine, turn)
+    assert resumed_after.token_ids == again.token_ids
+    assert resumed_after.ends["turn"].num_cached_tokens == 128
+
+
 def test_a_moved_sequence_and_one_whose_prompt_a_peer_computed(speaker: ModelFolder) -> None:
     settings = {"numerics": "invariant", "block_size": 4, "kernels": "native"}
 
@@ -268,9 +323,18 @@ def test_a_sequence_with_a_kv_budget_does_not_speculate(speaker: ModelFolder) ->
     assert [drafter is None for drafter in drafters] == [False, True]
 
 
-def test_models_with_states_are_refused_before_weights_are_read(tmp_path: Path) -> None:
-    folder, _ = make_tiny_model("qwen3-next", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("qwen3-next", {"state_dtype": "int8"}, "state-dtype is int8; it must be float32"),
+        ("deepseek-v4", {}, "the model has compressed attention"),
+    ],
+)
+def test_other_models_are_refused_before_weights_are_read(
+    family: str, settings: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    folder, _ = make_tiny_model(family, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     setting = '{"method": "ngram", "num_speculative_tokens": 4}'
-    with pytest.raises(ConfigError, match="speculative-config is set, but some layers"):
-        make_model_engine(folder, speculative_config=setting)
+    with pytest.raises(ConfigError, match=f"speculative-config is set, but {why}"):
+        make_model_engine(folder, speculative_config=setting, **settings)

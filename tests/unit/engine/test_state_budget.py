@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -139,3 +140,15 @@ def test_the_smallest_pool_has_slots_for_two_workers_that_prefill_for_each_other
     assert engine.layout.sizes[1] == 5
     engine, _ = make_grouped_engine(WINDOWS, num_blocks=8, max_num_seqs=1, kv_host_bytes=4096)
     assert engine.layout.sizes[1] == 6  # one for the copies of tiers
+
+
+def test_scratch_slots_add_to_the_slots_of_sequences_and_frozen_states() -> None:
+    def make(**more: Any) -> Engine:
+        return make_grouped_engine(WINDOWS, num_blocks=8, max_num_seqs=2, **more)[0]
+
+    plain, speculating = make(), make(speculative_config="auto")
+    assert speculating.layout.sizes[1] == plain.layout.sizes[1] + 2
+    assert speculating._kv.num_slots == plain._kv.num_slots
+    assert speculating.stats().blocks_free == plain.stats().blocks_free
+    assert speculating.load().groups == plain.load().groups
+    assert speculating.load().blocks_used == 0

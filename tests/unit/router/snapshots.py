@@ -49,4 +49,5 @@ def prefill_cost(
     *,
     held: Mapping[str, int] | None = None,
 ) -> float:
-    return price_prefill(work, worker, matches, held=held).cost_s
+    others = [(name, num_tokens, 0.0) for name, num_tokens in (held or {}).items()]
+    return price_prefill(work, worker, matches, held=others).cost_s

@@ -24,7 +24,13 @@ from tandem.router.placement.choose import (
     choose,
     near_best,
 )
-from tandem.router.placement.costs import PricedWorker, Reuse, cached_tokens, with_likely_rates
+from tandem.router.placement.costs import (
+    PrefixHolder,
+    PricedWorker,
+    Reuse,
+    cached_tokens,
+    with_likely_rates,
+)
 from tests.unit.router.snapshots import decode_cost, prefill_cost, with_load
 from tests.unit.router.snapshots import snapshot as worker
 
@@ -229,12 +235,13 @@ def test_prefix_holders_have_more_than_the_first_candidate_and_are_others(
     if placement is None:
         return
     first = (*placement.prefill_candidates, placement.decode)[0]
-    depths = [matches[w.worker_id] for w in placement.prefix_holders]
+    depths = [matches[h.worker.worker_id] for h in placement.prefix_holders]
     assert depths == sorted(depths, reverse=True)
     assert all(depth > matches.get(first.worker_id, 0) for depth in depths)
-    assert all(w.usable and w in workers for w in placement.prefix_holders)
-    assert placement.decode not in placement.prefix_holders
-    assert first not in placement.prefix_holders
+    holders = [h.worker for h in placement.prefix_holders]
+    assert all(w.usable and w in workers for w in holders)
+    assert placement.decode not in holders
+    assert first not in holders
 
 
 def test_without_rates_all_have_the_prices_of_the_guess() -> None:
@@ -308,7 +315,7 @@ def test_prefill_that_can_pull_the_prefix_is_preferred_and_told_from_whom() -> N
         )
         assert placement is not None
         assert placement.prefill_candidates == (near, far)
-        assert placement.prefix_holders == (holder,)
+        assert placement.prefix_holders == (PrefixHolder(holder, 250),)
 
 
 def test_of_many_workers_the_one_that_has_the_prompt_is_found() -> None:
@@ -374,7 +381,8 @@ def test_workers_that_cannot_exchange_kv_are_never_paired_and_both_kinds_serve()
         assert placement is not None
         kind = placement.decode.compatibility_key
         chosen.add(kind)
-        partners = (*placement.prefill_candidates, *placement.prefix_holders)
+        holders = [h.worker for h in placement.prefix_holders]
+        partners = (*placement.prefill_candidates, *holders)
         assert partners
         assert all(w.compatibility_key == kind for w in partners)
     assert chosen == {b"1", b"2"}

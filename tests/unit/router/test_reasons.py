@@ -32,13 +32,13 @@ def test_says_what_decided(
         workers += [worker("p", "prefill", queued_tokens=100_000)]
     placement = choose(Work(1000), workers, matches, Random(0))
     assert placement is not None
-    assert reason_of(Work(1000), placement, matches) == expected
+    assert reason_of(Work(1000), placement) == expected
 
 
 def test_the_prefill_worker_that_has_it_counts() -> None:
     placement = choose(Work(1000), [worker("d"), worker("p", "prefill")], {"p": 20}, Random(0))
     assert placement is not None
-    assert reason_of(Work(1000), placement, {"p": 20}) == "prefix"
+    assert reason_of(Work(1000), placement) == "prefix"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_reason_is_a_sentence(queued: int, matches: dict[str, int], told: st
     work = Work(1000)
     placement = choose(work, workers, matches, Random(0))
     assert placement is not None
-    sentence = sentence_of(reason_of(work, placement, matches), placement)
+    sentence = sentence_of(reason_of(work, placement), placement)
     assert sentence.startswith(told)
     assert "with 0 decoding, 0 in prefill and 0 queued. Next best was d" in sentence
     other = placement.runner_up
@@ -80,7 +80,7 @@ def test_a_prefix_that_two_workers_hold_is_no_reason(queued: int, why: str) -> N
     matches = {"d0": 20, "d1": 20}
     placement = choose(Work(1000), workers, matches, Random(0))
     assert placement is not None
-    sentence = sentence_of(reason_of(Work(1000), placement, matches), placement)
+    sentence = sentence_of(reason_of(Work(1000), placement), placement)
     assert f"already held 320 of the 1,000 prompt tokens in whole blocks {why}" in sentence
     assert "no worker held more" not in sentence
     slower = msgspec.structs.replace(placement.runner_up, cost_s=12.4)
@@ -103,7 +103,7 @@ def test_the_delay_at_a_decode_worker_has_no_time_at_a_prefill_worker() -> None:
     workers = [worker("d0"), worker("d1"), worker("p", "prefill")]
     placement = choose(work, workers, {}, Random(0))
     assert placement is not None
-    told = sentence_of(reason_of(work, placement, {}), placement)
+    told = sentence_of(reason_of(work, placement), placement)
     assert "'s predicted delay, without the time at a prefill worker, was " in told
 
 

@@ -43,7 +43,7 @@ def test_a_chat_returns_to_the_worker_that_can_load_it() -> None:
         assert placement.decode is a
         assert placement.tokens_missing == 4000 - 3840
         assert "cached=3840/4000 load=240ms" in placement.summary
-        assert placement.prefix_holders == ()  # nobody can pull from a tier
+        assert placement.prefix_holders == ()
 
 
 def test_of_windows_only_the_last_blocks_are_priced() -> None:
@@ -135,6 +135,56 @@ def test_load_pull_or_compute_whichever_is_soonest(
     for seed in range(10):
         placement = placed(workers, {"d": 250, "loads#disk": 250}, seed, Work(4100))
         assert placement.prefill_candidates[0].worker_id == soonest
+
+
+def test_a_worker_that_is_too_busy_lends_what_its_tiers_have() -> None:
+    """The pool has 10 blocks, host memory 100 and the disk 240; the store is no worker's own."""
+    tiers = (("host", 1e-4), ("disk", 1e-3), ("store", 1e-3))
+    busy = worker("a", rates=rates(*tiers), num_running=4000)
+    workers = [busy, worker("b", rates=MEASURED)]
+    matches = {"a": 10, "a#host": 100, "a#disk": 240, "a#store": 248, "#store": 248}
+    for seed in range(10):
+        placement = placed(workers, matches, seed)
+        assert placement.decode.worker_id == "b"
+        lent = [(h.worker, h.num_blocks, round(h.load_s, 6)) for h in placement.prefix_holders]
+        assert lent == [(busy, 240, 0.149), (busy, 100, 0.009), (busy, 10, 0.0)]
+
+
+def test_loads_under_way_delay_what_a_worker_lends() -> None:
+    busy = worker(
+        "a",
+        rates=msgspec.structs.replace(rates(("disk", 1e-3)), load_queue_s=2.0),
+        num_running=4000,
+    )
+    (holder,) = placed([busy, worker("b", rates=MEASURED)], {"a#disk": 240}, 0).prefix_holders
+    assert holder.load_s == pytest.approx(2.24)
+
+
+def test_a_whole_prompt_in_a_tier_is_lent_without_its_last_token() -> None:
+    busy = worker("a", rates=rates(("disk", 1e-3)), num_running=4000)
+    (holder,) = placed([busy, worker("b", rates=MEASURED)], {"a#disk": 250}, 0).prefix_holders
+    assert holder.num_blocks == 249
+
+
+@pytest.mark.parametrize(
+    ("block_s", "soonest"),
+    [
+        (1e-3, "pulls"),  # loaded in 0.25 s and pulled in 0.05 s
+        (0.02, "computes"),  # 5 s, about as long as to compute it
+    ],
+)
+def test_prefill_that_can_pull_from_a_tier_is_preferred_if_that_is_sooner(
+    block_s: float, soonest: str
+) -> None:
+    workers = [
+        worker("d", rates=rates(("host", block_s))),
+        worker("pulls", "prefill", rates=MEASURED, pairs={"d": FAST}, queued_tokens=600),
+        worker("computes", "prefill", rates=MEASURED),
+    ]
+    for seed in range(10):
+        placement = placed(workers, {"d#host": 250}, seed, Work(4100))
+        if placement.decode.worker_id == "d":
+            assert placement.prefill_candidates[0].worker_id == soonest
 
 
 tier_rates = st.lists(

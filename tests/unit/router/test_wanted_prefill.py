@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from tandem.router.placement.choose import Work, choose
+from tandem.router.placement.costs import PrefixHolder
 from tests.unit.router.test_placement import MEASURED, worker
 
 
@@ -24,7 +25,7 @@ def test_the_wanted_prefill_worker_is_the_first_candidate_whatever_it_costs() ->
         assert usual.prefill_candidates == (holder, busy)
         assert wanted.prefill_candidates == (busy, holder)
         assert wanted.prefill_worker is busy
-        assert wanted.prefix_holders == (holder,)
+        assert wanted.prefix_holders == (PrefixHolder(holder, 200),)
         assert wanted.tokens_missing == 4000
 
 

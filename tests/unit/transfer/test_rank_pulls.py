@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tandem.common.dtypes import IndexKeys
 from tandem.engine.cache.layout import state_layout
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
@@ -25,10 +26,12 @@ NUM_SLOTS, NUM_BLOCKS = 3, 5
 
 
 def layout_of(num_kv_heads: int) -> KvLayout:
-    """A group of blocks, and states of 12 heads whose slots have 3 pieces."""
+    """A group of blocks, with keys of indexers if there is one head, and states of 12 heads whose
+    slots have 3 pieces."""
     mamba = Mamba2(12, 3, key_dim=7, value_dim=16, kernel=4, has_conv_bias=True, has_biases=False)
     states = StateLayout.of(mamba, num_slots=NUM_SLOTS, num_layers=3, block_size=8)
-    blocks = BlockLayout(NUM_BLOCKS, num_kv_heads, 2, 8, 16, "float32")
+    index = IndexKeys(2, 20) if num_kv_heads == 1 else None
+    blocks = BlockLayout(NUM_BLOCKS, num_kv_heads, 2, 8, 16, "float32", index=index)
     return KvLayout((KvGroup((1, 4), None, blocks), KvGroup((0, 2, 3), 9, states)))
 
 

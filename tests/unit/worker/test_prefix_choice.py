@@ -11,7 +11,7 @@ def holder(
     name: str, num_blocks: int, *, bytes_per_s: float = 1e9, latency_s: float = 0
 ) -> ConnectedHolder:
     rate = PairRate("nixl", latency_s, bytes_per_s)
-    return ConnectedHolder(num_blocks * BLOCK, rate, name, "e", "x")
+    return ConnectedHolder(num_blocks * BLOCK, rate, worker_id=name, epoch="e", address="x")
 
 
 def chosen(*holders: ConnectedHolder, num_cached_blocks: int = 0) -> list[str]:

@@ -31,10 +31,12 @@ OWN_SPARE = 1.05
 
 class Holder(msgspec.Struct, frozen=True):
     """A worker that has the KV of a prompt's first `num_tokens` tokens. `rate` is the speed of
-    pulls from this worker."""
+    pulls from this worker. Before a pull, the worker loads the KV that only its tiers have, which
+    takes `load_s` seconds."""
 
     num_tokens: int
     rate: PairRate
+    load_s: float = 0.0
 
 
 class Prefill(NamedTuple):
@@ -76,7 +78,8 @@ class Expected(msgspec.Struct, frozen=True):
     """The predicted prefill time of a prompt on one worker, in three parts."""
 
     queue_s: float  # seconds until the prompt's prefill starts
-    pull_s: float  # seconds to pull the prefix from a holder; 0: no prefix is pulled
+    # Seconds to pull the prefix from a holder, which may load it first. 0: no prefix is pulled.
+    pull_s: float
     compute_s: float  # seconds to compute the tokens from number `start` to the end of the prompt
     start: int  # number of tokens at the start of the prompt that are cached or pulled
 
@@ -116,7 +119,7 @@ def expect(
         if reached <= cached_tokens or (num_tokens - reached) * token_s >= lowest_s:
             continue
         pulled_bytes = rates.moved_bytes((reached - cached_tokens) / block_size)
-        pull_s = ASK_S + pair.latency_s + pulled_bytes / pair.bytes_per_s
+        pull_s = ASK_S + pair.latency_s + holder.load_s + pulled_bytes / pair.bytes_per_s
         if pull_s >= lowest_s:
             continue
         compute_s = prefill_seconds(rates, num_tokens, reached)

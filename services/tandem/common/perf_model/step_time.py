@@ -81,6 +81,9 @@ _DRAFT_TOKEN = 0.1
 # With each step that skips proposed tokens for their price, the price is multiplied by this. So a
 # price that is three times too high is measured again after about 110 steps.
 _DRAFT_KEEP = 0.99
+# Number of steps with proposed tokens in a row after which the duration of a step without them is
+# measured again.
+_DRAFTED_MAX = 64
 _DRAFT_ADDED_MIN = 0.01  # smallest added time that is observed, as a part of the step's time
 _DECODE_CONTEXT_S = DEFAULT_PREFILL.token_context_s
 
@@ -110,6 +113,7 @@ class DraftPrice(NamedTuple):
     step_s: float
     fixed_s: float
     token_s: float
+    most_s: float = math.inf  # proposed tokens may add so much
 
 
 class StepTimeModel:
@@ -129,6 +133,8 @@ class StepTimeModel:
         )
         # Added time of proposed tokens, fitted to the decode-only steps with such tokens.
         self._drafts: LinearMeter | None = None
+        # Number of steps with proposed tokens since the last decode-only step without them.
+        self._num_drafted = 0
         self._beside_decode = _CostBesideDecode()
         self._num_slower = 0  # number of slow mixed steps in a row
         self._last_tokens: int | None = None  # number of prefill tokens in the last mixed step
@@ -172,6 +178,7 @@ class StepTimeModel:
         prefill = (work.prefill_tokens, work.prefill_contexts)
         decode = (work.decode_tokens, work.decode_contexts)
         if work.draft_tokens:
+            self._num_drafted += 1
             self._observe_drafts(work, seconds)
             return
         if prefill[0]:
@@ -185,19 +192,25 @@ class StepTimeModel:
         elif prefill[0]:
             self._prefill.observe((1.0, *prefill), seconds)
         elif decode[0]:
+            self._num_drafted = 0
             self._decode.observe((1.0, *decode), seconds)
             self._mean_context = decode[1] / decode[0]
 
     def draft_price(self, work: StepWork) -> DraftPrice | None:
         """Returns the price of proposed tokens in a step with `work`, which has no prompt. Returns
-        None before the first decode-only step."""
-        if not self._decode.num_observations:
+        None if the step is to be measured without proposed tokens: before the first decode-only
+        step, and after many steps with such tokens.
+
+        With proposed tokens, a step may not exceed the target time, unless it does without them.
+        """
+        if not self._decode.num_observations or self._num_drafted >= _DRAFTED_MAX:
             return None
         step_s = self._decode_s(work.decode_tokens, work.decode_contexts)
-        if self._drafts is None:
-            return DraftPrice(step_s, _DRAFT_FIXED * step_s, _DRAFT_TOKEN * step_s)
-        fixed_s, token_s = self._drafts.coefficients
-        return DraftPrice(step_s, fixed_s, token_s)
+        fixed_s, token_s = _DRAFT_FIXED * step_s, _DRAFT_TOKEN * step_s
+        if self._drafts is not None:
+            fixed_s, token_s = self._drafts.coefficients
+        left_s = _MARGIN * self._target_s - step_s
+        return DraftPrice(step_s, fixed_s, token_s, left_s if left_s > 0 else math.inf)
 
     def skip_drafts(self, work: StepWork) -> None:
         """Records that a step with `work` verifies no proposed tokens, because they cost too much.
@@ -212,15 +225,14 @@ class StepTimeModel:
 
     def _observe_drafts(self, work: StepWork, seconds: float) -> None:
         """Adds a decode-only step with proposed tokens."""
-        price = self.draft_price(work)
-        if price is None:
-            return
+        step_s = self._decode_s(work.decode_tokens, work.decode_contexts)
         if self._drafts is None:
-            self._drafts = LinearMeter((price.fixed_s, price.token_s))
+            self._drafts = LinearMeter((_DRAFT_FIXED * step_s, _DRAFT_TOKEN * step_s))
+        fixed_s, token_s = self._drafts.coefficients
         # A step may take less time than predicted for its decode alone. A step that the machine's
         # scheduler interrupted must not make proposed tokens so expensive that none is tried again.
-        added_s = max(seconds - price.step_s, _DRAFT_ADDED_MIN * price.step_s)
-        added_s = min(added_s, _OUTLIER * (price.fixed_s + work.draft_tokens * price.token_s))
+        added_s = max(seconds - step_s, _DRAFT_ADDED_MIN * step_s)
+        added_s = min(added_s, _OUTLIER * (fixed_s + work.draft_tokens * token_s))
         self._drafts.observe((1.0, work.draft_tokens), added_s)
 
     def chunk_max(self, work: StepWork, context: int) -> int | None:

@@ -44,8 +44,11 @@ def _pool_class(group: KvGroup) -> type[BlockPool]:
 
 
 class KvCache:
-    def __init__(self, layout: KvLayout, *, report_tokens: bool = False) -> None:
-        """With `report_tokens`, the events of stored blocks include their token ids."""
+    def __init__(
+        self, layout: KvLayout, *, report_tokens: bool = False, num_scratch: int = 0
+    ) -> None:
+        """With `report_tokens`, the events of stored blocks include their token ids. `num_scratch`
+        slots of each state group are scratch slots."""
         self.layout = layout
         self._block_size = layout.block_size
         self.pools: list[BlockPool] = [
@@ -62,8 +65,13 @@ class KvCache:
         self._state_groups = layout.state_groups
         self.has_states = bool(self._state_groups)
         self.has_working_states = layout.has_working_states
+        self._num_scratch = num_scratch
+        for number in self._state_groups:
+            self._state_pool(number).reserve_scratch(num_scratch)
         # Number of slots for the states of sequences, if the model has states.
-        self.num_slots = min((layout.sizes[number] for number in self._state_groups), default=0)
+        self.num_slots = min(
+            (layout.sizes[number] - num_scratch for number in self._state_groups), default=0
+        )
         # (group, slot) of each quarantined slot -> the ids of the pieces that a pull may still
         # write. The slot is free when the pull can write none of them.
         self._unsafe_pieces: dict[tuple[int, int], set[int]] = {}
@@ -326,6 +334,26 @@ class KvCache:
         )
         return min(room, num_blocks) if room >= num_blocks or not self.has_windows else depth
 
+    def room_for_load(
+        self, block_hashes: Sequence[bytes], depth: int, end: int, spare: Sequence[int]
+    ) -> int:
+        """Returns how many leading blocks of a chain can be reserved, at most `end`, if the first
+        `depth` blocks are cached. CACHED blocks are evicted for it, but each pool can then still
+        give `spare` blocks.
+
+        With sliding windows, the result is `end` if there is room for all of it, and `depth`
+        otherwise.
+        """
+        if end <= depth:
+            return depth
+        num_tokens = end * self.layout.block_size
+        spans = _spans(self.layout, num_tokens, num_tokens, is_chain=True)
+        room = end
+        for pool, (_, first, last), left in zip(self.pools, spans, spare, strict=True):
+            num_lacking = pool.num_lacking(block_hashes[first:last], last - first) + left
+            room = min(room, end - num_lacking)
+        return room if room == end or not self.has_windows else depth
+
     def extend(self, tables: BlockTables, num_tokens: int) -> int:
         """Allocates blocks so that the tables cover `num_tokens` tokens. Returns the number of
         tokens that they cover, which is smaller if a pool has too few blocks."""
@@ -342,6 +370,15 @@ class KvCache:
                 ids += taken
             covered = min(covered, len(ids))
         return min(num_tokens, covered * size + passed)
+
+    def extend_free(self, tables: BlockTables, num_tokens: int) -> int:
+        """Extends the tables as `extend` does, but takes only FREE blocks, so that no cached block
+        is evicted."""
+        for number, (pool, ids) in enumerate(zip(self.pools, tables.ids, strict=True)):
+            if number not in tables.states:
+                room = (len(ids) + pool.num_free) * self._block_size
+                num_tokens = min(num_tokens, room + tables.num_evicted_tokens)
+        return self.extend(tables, num_tokens)
 
     def trim(self, tables: BlockTables, num_tokens: int) -> None:
         """Releases the blocks at the end of the tables that `num_tokens` tokens do not need. No
@@ -478,6 +515,30 @@ class KvCache:
         self._want_states(block_hashes)
         tables.checkpoint = 0
 
+    @property
+    def num_scratch(self) -> int:
+        """Number of sequences that can have scratch slots now. Only if the model has states."""
+        return min(self._state_pool(number).num_scratch for number in self._state_groups)
+
+    def take_scratch(self, tables: BlockTables) -> list[BlockCopy]:
+        """Takes a scratch slot of each state group for one step of a sequence. Returns the copies
+        of its running states to these slots, which the caller must make before the step."""
+        return [
+            BlockCopy(tables.ids[group][0], self._state_pool(group).take_scratch(), group)
+            for group in tables.states
+        ]
+
+    def return_scratch(self, copies: Iterable[BlockCopy]) -> None:
+        """Ends the use of scratch slots, whose states are dropped."""
+        for copy in copies:
+            self._state_pool(copy.group).return_scratch(copy.target)
+
+    def keep_scratch(self, tables: BlockTables, copies: Iterable[BlockCopy]) -> None:
+        """Makes the scratch slots of a sequence its running states."""
+        for copy in copies:
+            self._state_pool(copy.group).exchange_scratch(copy.target, copy.source)
+            tables.ids[copy.group][0] = copy.target
+
     def evict_first(self, tables: BlockTables, block_hash: bytes) -> None:
         """Makes a sequence's frozen states the first to be evicted, if they are cached and no
         sequence uses them."""
@@ -589,7 +650,11 @@ class KvCache:
         if not self.has_windows:
             return ()
         return tuple(
-            GroupLoad(pool.num_blocks, pool.num_used, group.decode_blocks or 0)
+            GroupLoad(
+                pool.num_blocks - group.has_states * self._num_scratch,
+                pool.num_used,
+                group.decode_blocks or 0,
+            )
             for group, pool in zip(self.layout.groups, self.pools, strict=True)
         )
 

@@ -18,7 +18,7 @@ from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config.linear_attention import GatedDelta, KimiDelta, LinearAttention
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import why_irregular, why_uneven
+from tandem.models.limits import why_uneven
 from tandem_kernels.native.library import why_unusable
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,6 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
         return "torch"
     chosen = _choose(config, device, model)
     num_ranks = config.tensor_parallel
-    if chosen == "torch" and num_ranks > 1 and (why := why_irregular(model)):
-        raise ConfigError(
-            f"tensor-parallel is {num_ranks}; with the torch kernels it must be 1 for this model: "
-            f"{why}"
-        )
     if chosen == "torch" and (why := _why_not_share_states(model, num_ranks)):
         raise ConfigError(f"tensor-parallel is {num_ranks}, but {why}")
     return chosen

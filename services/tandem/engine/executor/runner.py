@@ -66,7 +66,12 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.tiers.storage import Bytes
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
-from tandem.models.limits import check_settings, max_context, why_no_speculation
+from tandem.models.limits import (
+    check_settings,
+    max_context,
+    why_no_speculation,
+    why_not_pools_of_ranks,
+)
 from tandem_kernels.kv_cache import StaticKv, make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 from tandem_kernels.logprobs import Logprobs
@@ -216,7 +221,7 @@ class ModelRunner:
             self.why_no_budgets = "the model has sparse attention"
         if model.shared_kv is not None:
             self.why_no_budgets = "the model has compressed attention"
-        self.why_no_speculation = why_no_speculation(model)
+        self.why_no_speculation = why_no_speculation(config, model)
         if config.speculative_config == "auto" and self.why_no_speculation:
             log.info("no request speculates, because %s", self.why_no_speculation)
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
@@ -235,6 +240,11 @@ class ModelRunner:
             raise ConfigError(
                 "ranks-own-pools cannot be used with native kernels, because native kernels need "
                 "one KV pool for all ranks; set kernels to torch"
+            )
+        if self._has_own_pool and (why := why_not_pools_of_ranks(model)):
+            raise ConfigError(
+                f"tensor-parallel is {config.tensor_parallel}; it must be 1 for this model if each "
+                f"rank has a KV pool of its own, as on GPUs: {why}"
             )
         self._own_config = Share(rank, config.tensor_parallel).config(model)
         # Ranks that share a GPU would measure each other's memory.

@@ -18,17 +18,18 @@ from collections.abc import Iterable
 from itertools import takewhile
 
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.scheduler.loads import is_awaited
 from tandem.engine.sequence import Sequence, Status
+from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 
 
 class EarlyReuse:
-    def __init__(self, kv: KvCache, wait_max_s: float) -> None:
+    def __init__(self, kv: KvCache, tiers: Tiers, wait_max_s: float) -> None:
         """`wait_max_s` is the longest time for which a sequence waits for blocks that other
-        sequences compute or pull; 0: it never waits for them. The wait for blocks that another
-        sequence loads has no limit here."""
+        sequences compute or pull; 0: it never waits for them. The wait for blocks that are loaded
+        from tiers, for another sequence or for a peer, has no limit here."""
         self._kv = kv
+        self._tiers = tiers
         self.wait_max_s = wait_max_s
         self.clock = time.monotonic
 
@@ -38,15 +39,14 @@ class EarlyReuse:
         *,
         running: Iterable[Sequence],
         awaiting: Iterable[Sequence],
-        loading: Iterable[Sequence],
     ) -> bool:
-        """Returns whether a waiting sequence should wait longer, because another sequence will
-        provide the first block that the waiting sequence is missing."""
-        if self._awaits_load(sequence, loading):
+        """Returns whether a waiting sequence should wait longer, because another sequence or a load
+        will provide the first block that the waiting sequence is missing."""
+        hashes = sequence.reusable_hashes
+        if self._tiers.num_loads and self._tiers.is_loading(hashes, self._kv.match(hashes)):
             return True
         if not self.wait_max_s:
             return False
-        hashes = sequence.reusable_hashes
         depth = self._kv.match(hashes) if self._kv.has_states else 0
         comes = any(_brings_next_of(other, hashes, depth) for other in running)
         if not comes and sequence.mode is not Mode.PREFILL_ONLY:
@@ -62,13 +62,6 @@ class EarlyReuse:
         if sequence.shared_since:
             sequence.shared_wait_s += self.clock() - sequence.shared_since
             sequence.shared_since = 0.0
-
-    def _awaits_load(self, sequence: Sequence, loading: Iterable[Sequence]) -> bool:
-        hashes = sequence.reusable_hashes
-        depth = self._kv.match(hashes) if loading else len(hashes)
-        if self._kv.has_windows:
-            return any(_loads_start_of(other, hashes, depth) for other in loading)
-        return depth < len(hashes) and is_awaited(depth, hashes, loading)
 
 
 def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> Sequence | None:
@@ -107,14 +100,6 @@ def _next_depth(other: Sequence) -> int:
             return max(other.num_prefix_blocks, other.tables.checkpoint)
         return other.num_prefix_blocks
     return other.next_checkpoint // other.block_size
-
-
-def _loads_start_of(other: Sequence, hashes: list[bytes], depth: int) -> bool:
-    """Returns whether a request with the blocks `hashes` can resume after the blocks that `other`
-    loads, and after more than its first `depth` blocks. With sliding windows or states, a load
-    brings what is needed to resume after its last block alone."""
-    end = other.loading.end
-    return depth < end <= len(hashes) and hashes[end - 1] == other.block_hashes[end - 1]
 
 
 def _pulls_most_of(other: Sequence, hashes: list[bytes], depth: int) -> bool:

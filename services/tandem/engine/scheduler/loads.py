@@ -240,11 +240,11 @@ class Loads:
     def find_slow(self, loading: Iterable[Sequence]) -> list[str]:
         """Returns the ids of LOADING sequences whose loads should be given up: they have stalled,
         or it is expected to be faster to compute all their blocks."""
-        slow = self._tiers.find_stalled()
-        return slow + [
+        stalled = self._tiers.find_stalled()
+        return [
             each.sequence_id
             for each in loading
-            if each.sequence_id not in slow and self._is_slow(each)
+            if each.sequence_id in stalled or self._is_slow(each)
         ]
 
     def _is_slow(self, sequence: Sequence) -> bool:
@@ -281,16 +281,6 @@ class Loads:
         num_parts = (start + num_tokens) // size - load.first_block
         num_taken = min(num_parts, load.take(num_parts))
         return max(0, (load.first_block + num_taken) * size - start)
-
-
-def is_awaited(index: int, block_hashes: list[bytes], loading: Iterable[Sequence]) -> bool:
-    """Returns whether a LOADING sequence is loading the block at `index` of the chain
-    `block_hashes`."""
-    return any(
-        s.num_stored_blocks <= index < s.loading.end
-        and s.block_hashes[index] == block_hashes[index]
-        for s in loading
-    )
 
 
 def _may_compute(sequence: Sequence, num_blocks: int) -> bool:

@@ -25,6 +25,9 @@ class Chunk(NamedTuple):
     # step before samples. None: the chunk's tokens are known.
     place: int | None = None
     drafts: tuple[int, ...] = ()  # proposed tokens, which the step computes after the chunk's
+    # Models with states: copies of the running states to scratch slots. The step computes the
+    # proposed tokens, and the chunk's, on these.
+    scratch: tuple[BlockCopy, ...] = ()
 
     @property
     def slice(self) -> SequenceSlice:
@@ -57,11 +60,14 @@ class Chunk(NamedTuple):
                 block_sums=hitters.sums(context_len),
                 given=sequence.embeddings(start, end),
             )
+        others = tables[1:]
+        for copy in self.scratch:
+            others[copy.group - 1] = [copy.target]
         return SequenceSlice(
             token_ids=[*sequence.token_ids[start:end], *self.drafts],
             context_len=end + len(self.drafts),
             block_table=tables[0],
-            other_tables=tables[1:],
+            other_tables=others,
             wants_logits=self.samples,
             all_logits=self.all_logits,
             wants_hidden=self.samples and sequence.spec.embed,
@@ -132,9 +138,13 @@ class Schedule:
         # itself if it is known.
         self.work.decode_contexts += sequence.num_tokens - (place is None)
 
-    def add_drafts(self, place: int, drafts: Collection[int]) -> None:
-        """Adds proposed tokens to the chunk at `place`."""
-        self.chunks[place] = self.chunks[place]._replace(drafts=tuple(drafts))
+    def add_drafts(
+        self, place: int, drafts: Collection[int], scratch: Collection[BlockCopy] = ()
+    ) -> None:
+        """Adds proposed tokens to the chunk at `place`. `scratch` is that of `Chunk`."""
+        self.chunks[place] = self.chunks[place]._replace(
+            drafts=tuple(drafts), scratch=tuple(scratch)
+        )
         self.work.draft_tokens += len(drafts)
 
     def evict(self) -> None:

@@ -65,6 +65,10 @@ from tandem.errors import Overloaded
 PROMPT_LOGITS_MAX = 128
 DRAFTS_MAX = 128  # maximum number of proposed tokens in a step, because their logits are needed
 
+# Number of tokens for which a load for a peer leaves blocks to each running sequence: about two
+# seconds of decoding, after which the peer has pulled the loaded blocks.
+_GROWTH_TOKENS = 256
+
 _arrival = attrgetter("arrival")
 
 
@@ -90,7 +94,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.awaiting: list[Sequence] = []
         self.loading: list[Sequence] = []
-        self.early_reuse = EarlyReuse(kv, shared_wait_s)
+        self.early_reuse = EarlyReuse(kv, tiers, shared_wait_s)
         self._kv = kv
         # A slot that a tier copies cannot be evicted.
         self._num_slots_left = SLOTS_OF_SEQUENCE + bool(tiers.tiers)
@@ -233,7 +237,8 @@ class Scheduler:
         as far as they are worth their time. A step that computes a prompt gets none.
 
         The caller must compute the planned chunks, and must then release the blocks that only the
-        proposed tokens needed. These blocks are taken last, so no sequence is preempted for them.
+        proposed tokens needed. These blocks are taken last, and only from the FREE ones, so no
+        sequence is preempted and no cached block is evicted for them.
         """
         if schedule.work.prefill_tokens or self._speculator.stats is None:
             return
@@ -241,8 +246,13 @@ class Scheduler:
         for place, chunk in enumerate(schedule.chunks):
             if chunk.samples and not chunk.all_logits and chunk.sequence.in_decode:
                 proposal = chunk.sequence.propose()
-                if proposal.token_ids:
+                # A state takes in a rejected token only on a scratch slot, so the tokens before it
+                # are computed again. They have no proposed tokens beside them.
+                if proposal.token_ids and (chunk.num_tokens == 1 or not self._kv.has_states):
                     proposals[place] = proposal
+        if self._kv.has_states and len(proposals) > self._kv.num_scratch:
+            best = sorted(proposals, key=lambda place: -sum(proposals[place].probabilities))
+            proposals = {place: proposals[place] for place in best[: self._kv.num_scratch]}
         if not proposals:
             return
         # The probabilities of one proposal descend, so the sort keeps the order of its tokens.
@@ -261,10 +271,10 @@ class Scheduler:
         for place, count in counts.items():
             tables = schedule.chunks[place].sequence.tables
             num_tokens = schedule.chunks[place].sequence.num_tokens
-            covered = self._kv.extend(tables, num_tokens + count)
+            covered = self._kv.extend_free(tables, num_tokens + count)
             if covered > num_tokens:
                 drafts = proposals[place].token_ids[: covered - num_tokens]
-                schedule.add_drafts(place, drafts)
+                schedule.add_drafts(place, drafts, self._kv.take_scratch(tables))
             else:
                 self._kv.trim(tables, num_tokens)
 
@@ -437,9 +447,7 @@ class Scheduler:
         return None
 
     def _awaits_blocks(self, sequence: Sequence) -> bool:
-        awaits = self.early_reuse.awaits(
-            sequence, running=self.running, awaiting=self.awaiting, loading=self.loading
-        )
+        awaits = self.early_reuse.awaits(sequence, running=self.running, awaiting=self.awaiting)
         return awaits or self.loads.awaits_lookup(sequence, self._kv)
 
     def _adapters_in_use(self) -> set[str]:
@@ -507,6 +515,19 @@ class Scheduler:
         if not sequence.may_wait_for_remote_kv:
             slot = slot and self._tokens_left(schedule, 0) > 0
         return slot
+
+    @property
+    def spare_blocks(self) -> list[int]:
+        """For each KV group, the number of blocks that the running sequences need for their next
+        `_GROWTH_TOKENS` tokens. A load for a peer leaves these blocks, so that no sequence is
+        preempted because of it."""
+        layout = self._kv.layout
+        spare = [0] * len(layout.groups)
+        for sequence in self.running:
+            end = sequence.num_tokens + sequence.growth(_GROWTH_TOKENS)
+            for group, num_blocks in enumerate(layout.sequence_blocks(end)):
+                spare[group] += max(0, num_blocks - len(sequence.tables.held(group)))
+        return spare
 
     @property
     def num_running_slots(self) -> int:

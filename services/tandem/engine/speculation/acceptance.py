@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-# Kinds of proposed tokens, by how many tokens before them are equal to those of the earlier
-# occurrence: up to 3, 4 to 7, 8 to 15, and more.
+from enum import IntEnum
+
+
+class Source(IntEnum):
+    """Where a proposed token was found."""
+
+    OWN = 0  # in the sequence's own tokens
+    RECENT = 1  # in a recent answer to another request
+
+
+# Kinds of proposed tokens of one source, by how many tokens before them are equal to those of the
+# earlier occurrence: up to 3, 4 to 7, 8 to 15, and more.
 _NUM_KINDS = 4
 # Assumed acceptance of each kind before anything was measured, and the number of tokens for which
 # this assumption counts.
@@ -15,9 +25,9 @@ _KEEP = 0.96
 _KEEP_SHARED = 0.998
 
 
-def kind_of(num_equal: int) -> int:
+def kind_of(num_equal: int, source: Source = Source.OWN) -> int:
     """Returns the kind of a proposed token after `num_equal` equal tokens."""
-    return min(_NUM_KINDS - 1, max(0, num_equal.bit_length() - 2))
+    return source * _NUM_KINDS + min(_NUM_KINDS - 1, max(0, num_equal.bit_length() - 2))
 
 
 class Acceptance:
@@ -27,8 +37,8 @@ class Acceptance:
     def __init__(self, shared: Acceptance | None = None) -> None:
         self._shared = shared
         self._keep = _KEEP_SHARED if shared is None else _KEEP
-        self._hits = [0.0] * _NUM_KINDS
-        self._trials = [0.0] * _NUM_KINDS
+        self._hits = [0.0] * _NUM_KINDS * len(Source)
+        self._trials = [0.0] * _NUM_KINDS * len(Source)
 
     def observe(self, kind: int, is_accepted: bool) -> None:
         """Counts a proposed token."""
@@ -39,6 +49,8 @@ class Acceptance:
 
     def probability(self, kind: int) -> float:
         """Returns the estimated probability that a proposed token of this kind is accepted."""
-        assumed = _ASSUMED[kind] if self._shared is None else self._shared.probability(kind)
+        assumed = (
+            _ASSUMED[kind % _NUM_KINDS] if self._shared is None else self._shared.probability(kind)
+        )
         hits = self._hits[kind] + _ASSUMED_WEIGHT * assumed
         return hits / (self._trials[kind] + _ASSUMED_WEIGHT)

@@ -11,6 +11,14 @@ speculation. While the sampled token equals the proposed one, the engine goes on
 
 So the proposals change only the number of steps. The KV of p3 is not counted, hashed or shared. It
 is overwritten when the token in its place is computed.
+
+A state cannot drop a token. So in a model with states, the step computes on a copy of the running
+state, in a scratch slot. If all proposed tokens are accepted, the copy becomes the running state.
+Otherwise it is dropped, none of the step's tokens counts as computed, and the next step computes
+the accepted ones again, from the running state on:
+
+    first step   running state after t8, copy after t9 p1 p2 p3; accepted p1 and p2, sampled x
+    next step    running state after t8: computes t9 p1 p2 x, and samples the token after x
 """
 
 from __future__ import annotations
@@ -22,18 +30,36 @@ from tandem.common.speculation import Speculated, Speculation, SpeculationStats
 from tandem.engine.speculation.acceptance import Acceptance
 from tandem.engine.speculation.depth import num_worthwhile
 from tandem.engine.speculation.drafter import Drafter
+from tandem.engine.speculation.recent_answers import RecentAnswers, Tenant
 from tandem.engine.types import Mode, SequenceSpec
+
+# A model with states computes accepted tokens again, unless all proposed tokens are accepted. So
+# each proposed token counts as two.
+_TIMES_WITH_STATES = 2
 
 
 class Speculator:
     def __init__(
-        self, setting: Speculation | None, step_time: StepTimeModel, max_model_len: int
+        self,
+        setting: Speculation | None,
+        step_time: StepTimeModel,
+        max_model_len: int,
+        *,
+        has_states: bool = False,
     ) -> None:
         """`setting` None: no sequence speculates."""
         self._setting = setting
         self._step_time = step_time
         self._max_model_len = max_model_len
+        self._has_states = has_states
         self._acceptance = Acceptance()
+        self._recent: RecentAnswers | None = None  # None: proposals come from own tokens only
+        if setting is not None and setting.answers_max:
+            self._recent = RecentAnswers(
+                num_tokens=setting.match_min,
+                context=setting.match_max,
+                answers_max=setting.answers_max,
+            )
         self._price: DraftPrice | None = None  # the price in the step that was planned last
         self.stats = None if setting is None else SpeculationStats()  # None: none speculates
 
@@ -47,21 +73,29 @@ class Speculator:
         is_plain = spec.kv_budget is None and spec.mode is not Mode.PREFILL_ONLY
         if self._setting is None or not is_plain:
             return None
-        return Drafter(self._setting, self._acceptance, spec, self._max_model_len)
+        return Drafter(self._setting, self._acceptance, spec, self._max_model_len, self._recent)
+
+    def keep(self, spec: SequenceSpec, token_ids: Sequence[int]) -> None:
+        """Keeps the answer of a sequence that has ended, for the proposals of other sequences.
+        `token_ids` are the tokens of the sequence."""
+        if self._recent is not None:
+            self._recent.add(Tenant.of(spec), token_ids, spec.num_prompt_tokens)
+
+    def forget(self) -> None:
+        """Drops the answers that are kept."""
+        if self._recent is not None:
+            self._recent.clear()
 
     def num_worthwhile(self, gains: Sequence[float], work: StepWork) -> int:
         """Returns how many proposed tokens are worth their time in a step with `work`. `gains` has
         their probabilities in descending order."""
-        self._price = price = self._step_time.draft_price(work)
+        price = self._step_time.draft_price(work)
+        if price is not None and self._has_states:
+            price = price._replace(token_s=_TIMES_WITH_STATES * price.token_s)
+        self._price = price
         if price is None or not price.step_s:
             return 0
-        count = num_worthwhile(
-            gains,
-            num_sequences=work.decode_tokens,
-            step_s=price.step_s,
-            fixed_s=price.fixed_s,
-            token_s=price.token_s,
-        )
+        count = num_worthwhile(gains, num_sequences=work.decode_tokens, price=price)
         if not count:
             self._step_time.skip_drafts(work)
         return count

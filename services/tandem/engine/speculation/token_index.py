@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 # Number of earlier occurrences that are compared, newest first.
-_COMPARED_MAX = 8
+COMPARED_MAX = 8
 _SIZE_MIN = 256
 _BULK_MIN = 64  # with fewer new tokens, a loop is faster than numpy
 _FACTOR = 0x9E3779B1  # 2^32 divided by the golden ratio, which spreads hash values evenly
 _WORD = 0xFFFFFFFF
+
+Position = TypeVar("Position", np.int32, np.int64)
 
 
 class TokenIndex:
@@ -63,7 +67,7 @@ class TokenIndex:
             return 0, 0
         best, best_length = 0, 0
         at = self._before[last]
-        for _ in range(_COMPARED_MAX):
+        for _ in range(COMPARED_MAX):
             if at < 0:
                 break
             length = 0
@@ -78,10 +82,7 @@ class TokenIndex:
         return (best, best_length) if best_length >= self._num_tokens else (0, 0)
 
     def _hash(self, token_ids: Sequence[int], position: int) -> int:
-        value = 0
-        for at in range(position + 1 - self._num_tokens, position + 1):
-            value = ((value + token_ids[at]) * _FACTOR) & _WORD
-        return value >> (32 - self._bits)
+        return run_hash(token_ids, position, self._num_tokens) >> (32 - self._bits)
 
     def _extend_many(self, token_ids: Sequence[int], first: int) -> None:
         """Adds many tokens at once, with the same result as `_hash` for each."""
@@ -91,17 +92,42 @@ class TokenIndex:
         if start >= len(token_ids):
             return
         tokens = np.array(token_ids[start + 1 - num_tokens :], np.uint64)
-        count = len(token_ids) - start
-        values = np.zeros(count, np.uint64)
-        for at in range(num_tokens):
-            values = ((values + tokens[at : at + count]) * np.uint64(_FACTOR)) & np.uint64(_WORD)
-        places = (values >> np.uint64(32 - self._bits)).astype(np.int64)
+        places = run_hashes(tokens, num_tokens) >> np.uint64(32 - self._bits)
         newest = np.frombuffer(self._newest, np.int32)
-        before = newest[places]
-        # In this order, runs with the same hash are neighbours, the oldest first.
-        order = np.argsort(places, kind="stable")
-        same = np.flatnonzero(places[order[1:]] == places[order[:-1]])
-        before[order[same + 1]] = order[same] + start
-        self._before.frombytes(before.astype(np.int32).tobytes())
-        is_last = np.append(places[order[1:]] != places[order[:-1]], True)
-        newest[places[order[is_last]]] = order[is_last] + start
+        self._before.frombytes(link(places.astype(np.int64), newest, start).tobytes())
+
+
+def run_hash(token_ids: Sequence[int], last: int, num_tokens: int, seed: int = 0) -> int:
+    """Returns a hash of 32 bits of the `num_tokens` tokens up to and with index `last`."""
+    value = seed
+    for at in range(last + 1 - num_tokens, last + 1):
+        value = ((value + token_ids[at]) * _FACTOR) & _WORD
+    return value
+
+
+def run_hashes(
+    tokens: npt.NDArray[np.uint64], num_tokens: int, seed: int = 0
+) -> npt.NDArray[np.uint64]:
+    """Returns `run_hash` of each run of `num_tokens` tokens, in order. There must be one."""
+    count = len(tokens) + 1 - num_tokens
+    values = np.full(count, seed, np.uint64)
+    for at in range(num_tokens):
+        values = ((values + tokens[at : at + count]) * np.uint64(_FACTOR)) & np.uint64(_WORD)
+    return values
+
+
+def link(
+    places: npt.NDArray[np.int64], newest: npt.NDArray[Position], start: int
+) -> npt.NDArray[Position]:
+    """Links runs with the same hash. Run i, whose last token has the position `start` + i, has the
+    hash `places[i]`. Returns the position of the run before each, and puts the positions of the
+    last ones into `newest`."""
+    before = newest[places]
+    # In this order, runs with the same hash are neighbours, the oldest first.
+    order = np.argsort(places, kind="stable")
+    is_same = places[order[1:]] == places[order[:-1]]
+    same = np.flatnonzero(is_same)
+    before[order[same + 1]] = order[same] + start
+    last = order[np.append(~is_same, True)]
+    newest[places[last]] = last + start
+    return before

@@ -106,6 +106,11 @@ class Tiers:
         return bool(is_reading or self._writes.are_under_way or self.lookups.is_busy)
 
     @property
+    def num_loads(self) -> int:
+        """Number of loads in flight, without cancelled ones."""
+        return len(self._loads)
+
+    @property
     def num_fenced(self) -> int:
         """Number of quarantined blocks that cancelled loads may still write."""
         return sum(len(load.unsafe_parts) for load in self._cancelled)
@@ -257,6 +262,23 @@ class Tiers:
     def find_load(self, sequence_id: str) -> Load:
         """Returns the load of a LOADING sequence."""
         return self._loads[sequence_id]
+
+    def is_loading(self, block_hashes: Sequence[bytes], depth: int) -> bool:
+        """Returns whether a load in flight brings blocks with which a chain is reusable beyond its
+        first `depth` blocks, which the pools have.
+
+        With sliding windows or states, a load brings what is needed after its last block alone.
+        """
+        if self._layout.has_windows:
+            ends = (len(load.chain) for load in self._loads.values())
+            return any(
+                depth < end <= len(block_hashes) and block_hashes[end - 1] == load.chain[-1]
+                for end, load in zip(ends, self._loads.values(), strict=True)
+            )
+        return depth < len(block_hashes) and any(
+            depth < len(load.chain) and block_hashes[depth] == load.chain[depth]
+            for load in self._loads.values()
+        )
 
     def find_stalled(self) -> list[str]:
         """Returns the ids of sequences whose loads have stalled."""

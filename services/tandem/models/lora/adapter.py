@@ -22,7 +22,6 @@ from typing import Any
 
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.checkpoint.headers import TensorHeader, read_header
-from tandem.models.config.linear_attention import KimiDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.config.text_part import text_name
 from tandem.models.files import few, naming, read_json
@@ -129,8 +128,6 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
         )
     if model.index_keys is not None:
         raise UnsupportedModel("LoRA adapters are not supported for models with sparse attention")
-    if any(isinstance(layer.linear, KimiDelta) for layer in model.layers):
-        raise UnsupportedModel("LoRA adapters are not supported with Kimi Linear")
     if model.shared_kv is not None:
         raise UnsupportedModel(
             "LoRA adapters are not supported for models with compressed attention"

@@ -14,6 +14,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.expert_names import shared_mlp
 from tandem.models.checkpoint.weight_shapes import state_shapes
 from tandem.models.config.layers import LayerSpec
+from tandem.models.config.linear_attention import KimiDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.limits import why_irregular
 from tandem.models.lora.patterns import Pattern, match_all
@@ -174,9 +175,14 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 def _convolutions(model: ModelConfig) -> list[str]:
     return [
-        f"model.layers.{layer}.linear_attn.conv1d"
+        f"model.layers.{layer}.{name}"
         for layer, spec in enumerate(model.layers)
         if spec.linear is not None
+        for name in (
+            [f"self_attn.{part}_conv1d" for part in "qkv"]
+            if isinstance(spec.linear, KimiDelta)
+            else ["linear_attn.conv1d"]
+        )
     ]
 
 

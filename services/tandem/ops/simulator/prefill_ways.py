@@ -70,23 +70,34 @@ def expect_pull(
     scenario: Scenario,
     worker: SimulatedWorker,
     task: Task,
-    holders: Iterable[tuple[str, int]],
+    holders: Iterable[tuple[str, int, float]],
     pair: PairRate,
-) -> Expected | None:
-    """Predicts the pull of the prompt's first blocks from one of `holders`, which are pairs (worker
-    id, number of prompt tokens that the worker has cached). Returns None if another way is
-    faster."""
+) -> tuple[str, Expected, float] | None:
+    """Predicts the pull of the prompt's first blocks from one of `holders`.
+
+    Holders are given as (worker id, number of prompt tokens that the worker has cached, seconds to
+    load those that only its tiers have). Returns (worker id, prediction, seconds to load) for the
+    soonest of them. Returns None if another way is faster.
+    """
     rates = scenario.rates
     size = scenario.block_size
     cached = worker.cache.num_cached(task.hashes) * size
-    known = [Holder(tokens, pair) for name, tokens in holders if name != worker.worker_id]
-    expected = expect(rates, task.num_tokens, cached, holders=known, block_size=size)
-    if not expected.pull_s:
+    soonest: tuple[str, Expected, float] | None = None
+    for name, tokens, load_s in holders:
+        holder = Holder(tokens, pair, load_s)
+        expected = expect(rates, task.num_tokens, cached, holders=[holder], block_size=size)
+        is_soonest = soonest is None or expected.total_s < soonest[1].total_s
+        if name != worker.worker_id and expected.pull_s and is_soonest:
+            soonest = name, expected, load_s
+    if soonest is None:
         return None
+    _, expected, load_s = soonest
     offer = Offer(
-        expected.start // size, ASK_S + pair.latency_s, rates.block_bytes / pair.bytes_per_s
+        expected.start // size,
+        ASK_S + pair.latency_s + load_s,
+        rates.block_bytes / pair.bytes_per_s,
     )
-    return expected if worker.plan_load(task, offer=offer) is None else None
+    return soonest if worker.plan_load(task, offer=offer) is None else None
 
 
 def exposed_pull_s(

@@ -211,8 +211,10 @@ class Simulation:
         request.num_submissions += 1
         request.candidates = [w.worker_id for w in placement.prefill_candidates]
         if self.scenario.pull_prefixes:
-            holders = [w.worker_id for w in placement.prefix_holders]
-            request.holders = [(w, matches[w] * size) for w in holders]
+            request.holders = [
+                (h.worker.worker_id, h.num_blocks * size, h.load_s)
+                for h in placement.prefix_holders
+            ]
         task = request.make_task(request.tokens_left)
         request.decode_task = task
         request.lease = None
@@ -256,16 +258,24 @@ class Simulation:
         """Submits a task to the worker that prefills the prompt. If it is faster to pull the first
         blocks from another worker, the task is submitted after the pull. Returns False if the
         worker refuses the task."""
-        holders = [(w, tokens) for w, tokens in request.holders if self.workers[w].is_up]
-        expected = None
+        holders = [each for each in request.holders if self.workers[each[0]].is_up]
+        found = None
         if holders:
             pair = self._pairs[worker.worker_id]
-            expected = expect_pull(self.scenario, worker, task, holders, pair)
-        if expected is None:
+            found = expect_pull(self.scenario, worker, task, holders, pair)
+        if found is None:
             return worker.submit(task)
-        task.pulled_blocks = expected.start // self.scenario.block_size
+        holder, expected, load_s = found
+        num_blocks = expected.start // self.scenario.block_size
+        pull_s = expected.pull_s - load_s
+        if load_s:
+            loaded_s = self.workers[holder].load_for_peer(task.hashes[:num_blocks])
+            if loaded_s is None:
+                return worker.submit(task)
+            pull_s += loaded_s
+        task.pulled_blocks = num_blocks
         arrives = (request, worker, task, worker.epoch)
-        self.clock.after(expected.pull_s, self._submit_pulled, *arrives)
+        self.clock.after(pull_s, self._submit_pulled, *arrives)
         return True
 
     def _submit_pulled(

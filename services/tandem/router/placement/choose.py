@@ -21,13 +21,15 @@ from random import Random
 
 import msgspec
 
-from tandem.prefix_index.holders import MARK, worker_of
+from tandem.common.kv_tiers import SHARED_TIERS
+from tandem.prefix_index.holders import MARK
 from tandem.router.placement.costs import (
+    PrefixHolder,
     PricedWorker,
     Work,
     WorkerSnapshot,
-    cached_tokens,
     computing_s,
+    loadable,
     price_decode,
     price_prefill,
     with_likely_rates,
@@ -64,9 +66,11 @@ class Placement(msgspec.Struct, frozen=True):
 
     decode: WorkerSnapshot
     prefill_candidates: tuple[WorkerSnapshot, ...]
-    # Workers from which the prefilling worker may pull cached blocks of the prompt. Each has more
-    # of the prompt cached than the prefilling worker. The worker with the most comes first.
-    prefix_holders: tuple[WorkerSnapshot, ...]
+    # Workers from which the prefilling worker may pull cached blocks of the prompt, also blocks
+    # that they load from their tiers first. Each has more of the prompt than the prefilling worker.
+    # The one with the most comes first. A worker is listed twice if its pool has fewer blocks than
+    # its tiers.
+    prefix_holders: tuple[PrefixHolder, ...]
     tokens_missing: int  # number of prompt tokens that are not cached and must be prefilled
     num_tokens: int  # length of the prompt
     # The decode worker and the request's cost there. None: the placement was not made by `choose`.
@@ -128,9 +132,15 @@ def choose(
         return _choose_in_one_group(
             work, roster, matches, rng, refused, required_decode, required_prefill
         )
-    pools, reach = _by_worker(matches) if roster.num_with_tiers else (matches, matches)
-    holders = _deepest(roster, pools, rng)
-    likely_to_reuse = _deepest(roster, reach, rng) if reach is not pools else holders
+    pools = reach = matches
+    likely_to_reuse = deepest = _deepest(roster, matches, rng) if not roster.num_with_tiers else []
+    in_tiers: list[WorkerSnapshot] = []
+    if roster.num_with_tiers:
+        pools, own, reach = _by_worker(matches)
+        deepest = _deepest(roster, pools, rng)
+        in_tiers = _deepest(roster, own, rng)
+        likely_to_reuse = _deepest(roster, reach, rng)
+    holders = _holders(work, matches, deepest, in_tiers)
     usable = _only(required_decode, roster, refused)
     usable = usable or _shortlist("decode", work, roster, likely_to_reuse, refused, rng)
     if not usable:
@@ -147,9 +157,8 @@ def choose(
         prefill = likely[len(usable) :]
     candidates: list[PricedWorker] = []
     if prefill:
-        producers = holders[:PREFIX_HOLDERS_MAX]
         candidates = _order_prefill(
-            work, prefill, matches, producers, roster, rng, required_prefill
+            work, prefill, matches, _few(holders), roster, rng, required_prefill
         )
     names = [c.worker.worker_id for c in candidates]
     priced = [price_decode(work, w, matches, producers=names) for w in decode]
@@ -162,15 +171,15 @@ def choose(
     num_reused = computes.reused.num_tokens
     depth = max(pools.get(computes_id, 0), num_reused // work.block_size)
     deeper = [
-        w
-        for w in holders
-        if pools[w.worker_id] > depth and w.worker_id not in (worker_id, computes_id)
+        h
+        for h in holders
+        if h.num_blocks > depth and h.worker.worker_id not in (worker_id, computes_id)
     ]
     by_id = roster.by_id
     return Placement(
         by_id[worker_id],
         tuple([by_id[name] for name in names]),
-        tuple(deeper[:PREFIX_HOLDERS_MAX]),
+        tuple(_few(deeper)),
         work.num_tokens - max(chosen.reused.num_tokens, num_reused),
         work.num_tokens,
         chosen,
@@ -304,7 +313,7 @@ def _order_prefill(
     work: Work,
     workers: list[WorkerSnapshot],
     matches: Mapping[str, int],
-    holders: Sequence[WorkerSnapshot],
+    holders: Sequence[PrefixHolder],
     roster: Roster,
     rng: Random,
     required: str,
@@ -314,7 +323,7 @@ def _order_prefill(
     The worker `required` is first. If `required` is not among `workers`, a cheap worker without too
     much recent prefill work is first. The other candidates follow in order of cost.
     """
-    held = {h.worker_id: cached_tokens(work, h, matches) for h in holders}
+    held = [(h.worker.worker_id, h.num_tokens(work), h.load_s) for h in holders]
     priced = [price_prefill(work, w, matches, held=held) for w in workers]
     first = next((c for c in priced if c.worker.worker_id == required), None)
     if first is None:
@@ -362,19 +371,52 @@ def _shortlist(
     return [w for w in found if w.epoch not in refused] if refused else found
 
 
-def _by_worker(matches: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Returns two maps from a worker's id to the number of the prompt's leading blocks there.
+def _holders(
+    work: Work,
+    matches: Mapping[str, int],
+    deepest: Sequence[WorkerSnapshot],
+    in_tiers: Sequence[WorkerSnapshot],
+) -> list[PrefixHolder]:
+    """Returns from which workers blocks of the prompt can be pulled, the most blocks first.
+
+    `deepest` are the workers with the most blocks in their pools, and `in_tiers` those with the
+    most blocks in their pools and own tiers.
+    """
+    found = [PrefixHolder(w, matches[w.worker_id]) for w in deepest]
+    for worker in in_tiers:
+        found += loadable(work, worker, matches)
+    if in_tiers:
+        found.sort(key=lambda holder: (-holder.num_blocks, holder.load_s))
+    return found
+
+
+def _few(holders: Sequence[PrefixHolder]) -> list[PrefixHolder]:
+    """Returns the first few holders that have the blocks in their pools, and the first few that
+    load them."""
+    cached = [h for h in holders if not h.load_s][:PREFIX_HOLDERS_MAX]
+    loading = [h for h in holders if h.load_s][:PREFIX_HOLDERS_MAX]
+    return [h for h in holders if h in cached or h in loading] if loading else cached
+
+
+def _by_worker(
+    matches: Mapping[str, int],
+) -> tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]:
+    """Returns three maps from a worker's id to the number of the prompt's leading blocks there.
 
     The first map counts the blocks in the worker's block pool only. The second map has the largest
-    number in the block pool or any tier of the worker. Example: `matches` has 3 blocks in the pool
-    of worker a and 8 in a tier of a; the maps have 3 and 8 for a.
+    number in the block pool or a tier that is the worker's own, and the third one that in the block
+    pool or any tier. Example: `matches` has 3 blocks in the pool of worker a, 8 in a tier of a, and
+    9 in the object store; the maps have 3, 8 and 9 for a.
     """
     pools = {holder: depth for holder, depth in matches.items() if MARK not in holder}
+    own: dict[str, int] = {}
     reach: dict[str, int] = {}
     for holder, depth in matches.items():
-        worker_id = worker_of(holder)
+        worker_id, _, tier = holder.partition(MARK)
         reach[worker_id] = max(depth, reach.get(worker_id, 0))
-    return pools, reach
+        if tier not in SHARED_TIERS:
+            own[worker_id] = max(depth, own.get(worker_id, 0))
+    return pools, own, reach
 
 
 def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:

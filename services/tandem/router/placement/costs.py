@@ -23,12 +23,13 @@ measured its rates gets the rates of the other workers. While no worker has meas
 workers get the same assumed rates, so only the ratios of the costs are meaningful.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from tandem.common.adapter import Adapter
+from tandem.common.kv_tiers import SHARED_TIERS
 from tandem.common.perf_model.predict import (
     Holder,
     believed,
@@ -38,9 +39,9 @@ from tandem.common.perf_model.predict import (
     token_seconds,
 )
 from tandem.common.perf_model.rates import PairRate, TierRate, WorkerRates
-from tandem.common.perf_model.soonest import Prompt, TierReach, choose_soonest
+from tandem.common.perf_model.soonest import Prompt, TierReach, choose_soonest, load_seconds
 from tandem.common.worker_load import NO_LOAD, WorkerLoad
-from tandem.prefix_index.holders import source_of
+from tandem.prefix_index.holders import holder_of, source_of
 
 # A worker's load adds to the cost of a request there. Each running sequence costs the time that it
 # adds to 24 decode steps. Each waiting sequence costs the time to prefill 64 tokens, and each lease
@@ -132,6 +133,23 @@ class Reuse(msgspec.Struct, frozen=True):
     load_s: float = 0.0
 
 
+class PrefixHolder(msgspec.Struct, frozen=True):
+    """A worker from which others can pull a prompt's first `num_blocks` blocks.
+
+    Before the pull, the worker loads the blocks that its pool lacks from its own tiers, which takes
+    `load_s` seconds. 0: all blocks are in the pool.
+    """
+
+    worker: WorkerSnapshot
+    num_blocks: int
+    load_s: float = 0.0
+
+    def num_tokens(self, work: Work) -> int:
+        """Returns the number of the prompt's tokens in these blocks. The last token of the prompt
+        does not count, because it is always computed."""
+        return min(self.num_blocks * work.block_size, max(0, work.num_tokens - 1))
+
+
 class PricedWorker(msgspec.Struct, frozen=True):
     """A worker, and the cost of one request there in seconds."""
 
@@ -204,21 +222,21 @@ def price_prefill(
     worker: WorkerSnapshot,
     matches: Mapping[str, int],
     *,
-    held: Mapping[str, int] | None = None,
+    held: Iterable[tuple[str, int, float]] = (),
 ) -> PricedWorker:
     """Returns the cost of a request whose prompt the worker prefills.
 
-    More load never lowers the cost, and more cached blocks never raise the cost. `held` maps the
-    ids of other workers, from which this worker may pull KV, to the number of the prompt's tokens
-    that are cached there.
+    More load never lowers the cost, and more cached blocks never raise the cost. `held` has other
+    workers from which this worker may pull KV: (worker id, number of the prompt's tokens that are
+    cached there, seconds to load them from a tier).
     """
     reused = reuse(work, worker, matches)
     cached = reused.num_tokens
     rates = worker.rates
     pairs = worker.pairs
-    holders = held and [
-        Holder(tokens, pair)
-        for name, tokens in held.items()
+    holders = [
+        Holder(tokens, pair, load_s)
+        for name, tokens, load_s in held
         if tokens > cached and (pair := pairs.get(name)) is not None
     ]
     expected = expect(
@@ -226,7 +244,7 @@ def price_prefill(
         work.num_tokens,
         cached,
         queue_s=worker.load.queue_s(rates),
-        holders=holders or (),
+        holders=holders,
         block_size=work.block_size,
     )
     cost_s = expected.total_s + reused.load_s
@@ -281,6 +299,31 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
     if not choice.loads:
         return Reuse(held)
     return Reuse(choice.end * work.block_size, choice.there_s)
+
+
+def loadable(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> list[PrefixHolder]:
+    """Returns what others can pull from a worker once it has loaded blocks from its own tiers: for
+    each tier, the blocks of this tier and the faster ones, if they are more than those of the pool.
+
+    Tiers that all workers share are left out, because each worker can load from them itself.
+    """
+    rates = worker.rates
+    in_pool = deepest = matches.get(worker.worker_id, 0)
+    found: list[PrefixHolder] = []
+    tiers: list[TierReach] = []
+    for tier in rates.tiers:
+        depth = min(
+            matches.get(holder_of(worker.worker_id, tier.name), 0),
+            (work.num_tokens - 1) // work.block_size,
+        )
+        if tier.name in SHARED_TIERS or depth <= deepest:
+            continue
+        deepest = depth
+        num_blocks = depth - in_pool
+        tiers.append(TierReach(depth, _load_s(rates, tier, num_blocks) / num_blocks))
+        load_s = rates.load_queue_s + load_seconds(tiers, in_pool, depth)
+        found.append(PrefixHolder(worker, depth, load_s))
+    return found
 
 
 def _load_s(rates: WorkerRates, tier: TierRate, num_blocks: int) -> float:

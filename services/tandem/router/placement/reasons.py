@@ -6,12 +6,11 @@ load_over_prefix   another worker has more of the prompt cached, but was too bus
 load               no worker has any of the prompt cached
 """
 
-from collections.abc import Mapping
 from typing import Literal, get_args
 
 from tandem.common.units import format_ms
 from tandem.router.placement.choose import NEAR_BEST_S, Placement
-from tandem.router.placement.costs import Work, cached_tokens
+from tandem.router.placement.costs import Work
 
 Reason = Literal["prefix", "load_over_prefix", "load"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -24,14 +23,11 @@ TIMING_HEADER = "x-tandem-timing"
 _NO = ("", "0", "false", "no", "off")
 
 
-def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> Reason:
-    """Returns why the request got this placement.
-
-    `matches` must be the argument `matches` with which `choose` made the placement.
-    """
+def reason_of(work: Work, placement: Placement) -> Reason:
+    """Returns why the request got this placement."""
     reused = work.num_tokens - placement.tokens_missing
     holders = placement.prefix_holders
-    if any(cached_tokens(work, holder, matches) > reused for holder in holders):
+    if any(holder.num_tokens(work) > reused and not holder.load_s for holder in holders):
         return "load_over_prefix"
     return "prefix" if reused else "load"
 

@@ -301,7 +301,7 @@ class Dispatcher:
         """Records a job's placement, and adds the job's work to the load of the chosen workers."""
         self._note_prefilled(job)
         job.routing.num_submissions += 1
-        kind = reason_of(work, placement, matches)
+        kind = reason_of(work, placement)
         job.routing.routed = routed = Routed(placement, matches, kind)
         self._metrics.placements.labels(reason=kind).inc()
         job.progress.timeline.submit()

@@ -60,7 +60,7 @@ from tandem.router.admission.calibration import Promise
 from tandem.router.admission.capacity import COMPLETION_TOKENS_LIKELY
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
-from tandem.router.placement.costs import reuse
+from tandem.router.placement.costs import PrefixHolder, reuse
 from tandem.router.placement.reasons import Reason, sentence_of
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.request import ClientRequest
@@ -472,17 +472,17 @@ def submission(
     request = job.request
     progress = job.progress
     trace = progress.timeline.span.headers
-    holders = [(w, matches[w.worker_id]) for w in placement.prefix_holders]
+    holders = list(placement.prefix_holders)
     if leaves is not None:
-        holders.insert(0, (leaves, len(progress.block_hashes)))
+        holders.insert(0, PrefixHolder(leaves, len(progress.block_hashes)))
     return pb.SubmitSequence(
         request_id=job.request_id,
         attempt=job.routing.num_submissions,
         input=model_input(request, progress.output_token_ids),
         prefill_candidates=[_candidate(work, w, matches) for w in placement.prefill_candidates],
         prefix_holders=[
-            to_message(pb.PrefixHolder, worker, num_blocks=num_blocks)
-            for worker, num_blocks in holders
+            to_message(pb.PrefixHolder, each.worker, num_blocks=each.num_blocks, load_s=each.load_s)
+            for each in holders
         ],
         trace=pb.TraceContext(**trace) if trace else None,
         losses_max=max(1, LOSSES_MAX - progress.num_lost),

@@ -232,7 +232,7 @@ class PrefillPlanner:
         for holder in holders:
             if holder.worker_id != consumer and holder.num_blocks:
                 rate = self._pair(holder.worker_id, consumer)
-                yield Holder(holder.num_blocks * self._block_size, rate)
+                yield Holder(holder.num_blocks * self._block_size, rate, holder.load_s)
 
     def _pair(self, producer: str, consumer: str) -> PairRate:
         """Returns the transfer rate from one worker to another.

@@ -74,12 +74,14 @@ class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
 class HoldPrefix(msgspec.Struct, frozen=True, tag=True):
     """Hold the cached blocks of a chain of block hashes for a consumer until `Remove`.
 
-    The engine reports `Held`.
+    Blocks that only tiers have are loaded first, if this is expected to take at most `load_s_max`
+    seconds. The engine reports `Held`.
     """
 
     sequence_id: str
     block_hashes: list[bytes]
     first_wanted_block: int
+    load_s_max: float = 0.0
 
 
 class ImportBlocks(msgspec.Struct, frozen=True, tag=True):

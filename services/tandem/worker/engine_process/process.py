@@ -201,8 +201,8 @@ class EngineProcess:
             case messages.ContinuePrefill(sequence_id, num_blocks):
                 unsafe = self._give_up(sequence_id)
                 self._engine.continue_prefill(sequence_id, num_blocks, unsafe)
-            case messages.HoldPrefix(sequence_id, block_hashes, first_wanted_block):
-                self._engine.hold_prefix(sequence_id, block_hashes, first_wanted_block)
+            case messages.HoldPrefix(sequence_id, block_hashes, first_wanted_block, load_s_max):
+                self._engine.hold_prefix(sequence_id, block_hashes, first_wanted_block, load_s_max)
             case messages.ImportBlocks(sequence_id, block_hashes):
                 self._engine.import_blocks(sequence_id, block_hashes)
             case messages.CommitImport(sequence_id, num_blocks):

@@ -167,11 +167,13 @@ class ConsumerLease:
         *,
         first_missing_block: int,
         targets: list[int],
+        load_s_max: float = 0.0,
     ) -> int:
         """Pulls a chain of blocks into `targets`, as far as the producer has the chain cached.
 
-        The pull begins at the first missing block. Returns the number of the chain's leading blocks
-        that the producer has. Raises TandemError.
+        The producer first loads blocks from its tiers, if it expects this to take at most
+        `load_s_max` seconds. The pull begins at the first missing block. Returns the number of the
+        chain's leading blocks that the producer has. Raises TandemError.
         """
         hold = pb.HoldBlocks(
             lease_id=self._lease_id,
@@ -180,6 +182,7 @@ class ConsumerLease:
             consumer_worker_id=self._config.worker_id,
             transport=self.peer.transport,
             verify_every=self._config.transfer.verify_every,
+            load_s_max=load_s_max,
         )
         num_held = 0
 

@@ -21,7 +21,7 @@ from tandem.common.perf_model.rates import PairRate
 from tandem.common.speculation import SpeculationStats
 from tandem.common.worker_load import TierUse, WorkerLoad
 from tandem.engine.memory import read_memory
-from tandem.engine.types import EngineStats, StepReport, TierStats
+from tandem.engine.types import EngineStats, PeerLoadStats, StepReport, TierStats
 from tandem.net.bounded_server import BoundedServer
 from tandem.net.observability.metrics import MetricSet, counter, gauge, gauges, histogram
 from tandem.prefix_index.publisher import Publisher
@@ -399,6 +399,21 @@ def speculation_metrics(
         yield family
 
 
+def _peer_load_metrics(labels: Mapping[str, str], stats: PeerLoadStats) -> Iterator[Metric]:
+    text = "Loads from tiers for peers, by their result"
+    loads = CounterMetricFamily("tandem_kv_peer_loads", text, labels=[*labels, "result"])
+    for result, count in stats.results.items():
+        loads.add_metric([*labels.values(), result], count)
+    yield loads
+    for name, text, value in (
+        ("seconds", "Seconds in which peers waited for loads from tiers", stats.seconds),
+        ("blocks", "Blocks loaded from tiers for peers", stats.blocks),
+    ):
+        family = CounterMetricFamily(f"tandem_kv_peer_load_{name}", text, labels=list(labels))
+        family.add_metric(list(labels.values()), value)
+        yield family
+
+
 def tier_metrics(labels: Mapping[str, str], stats: EngineStats) -> Iterator[Metric]:
     names = [*labels, "tier"]
     for name, text, value in _TIER_GAUGES:
@@ -416,6 +431,7 @@ def tier_metrics(labels: Mapping[str, str], stats: EngineStats) -> Iterator[Metr
     dropped = CounterMetricFamily("tandem_kv_blocks_dropped", text, labels=list(labels))
     dropped.add_metric(list(labels.values()), stats.blocks_dropped)
     yield dropped
+    yield from _peer_load_metrics(labels, stats.peer_loads)
     names = [*labels, "place"]
     rows = [([*labels.values(), pin.place], pin.blocks) for pin in stats.pins]
     yield gauges(

@@ -8,8 +8,9 @@ from tandem.common.perf_model.rates import WorkerRates
 from tandem.engine.types import SequenceSpec
 
 
-class ConnectedHolder(predict.Holder, frozen=True):
-    """A connected peer that should have the KV of a prompt's first `num_tokens` tokens cached."""
+class ConnectedHolder(predict.Holder, frozen=True, kw_only=True):
+    """A connected peer that should have the KV of a prompt's first `num_tokens` tokens, in its pool
+    or its tiers."""
 
     worker_id: str
     epoch: str

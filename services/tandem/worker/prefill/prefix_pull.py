@@ -9,8 +9,9 @@ The prefix of a prompt is pulled in five steps:
     4. The holder answers `released`: the pulled blocks are valid.
     5. The engine computes the rest of the prompt (`ContinuePrefill`).
 
-The holder computes and allocates nothing for a pull. So the consumer waits only for one step of the
-holder's engine and for the transfer of the blocks.
+The holder computes nothing for a pull. It may load blocks from its tiers first (engine/
+peer_blocks.py). So the consumer waits only for this load, for one step of the holder's engine and
+for the transfer of the blocks.
 """
 
 import asyncio
@@ -89,7 +90,12 @@ class PrefixPuller:
             return None
         connected = [
             ConnectedHolder(
-                each.num_blocks * self._block_size, rate, each.worker_id, each.epoch, each.address
+                each.num_blocks * self._block_size,
+                rate,
+                each.load_s,
+                worker_id=each.worker_id,
+                epoch=each.epoch,
+                address=each.address,
             )
             for each in self.resumable(holders, len(spec.token_ids))
             if each.worker_id != self._config.worker_id and (rate := self._rate(each)) is not None
@@ -108,7 +114,7 @@ class PrefixPuller:
         pair = chosen[0].rate
         offer = Offer(
             chosen[0].num_tokens // self._block_size,
-            ASK_S + pair.latency_s,
+            ASK_S + pair.latency_s + chosen[0].load_s,
             rates.block_bytes / pair.bytes_per_s,
         )
         added = msgspec.structs.replace(spec, prefix_blocks=prefix_blocks, offer=offer)
@@ -205,8 +211,11 @@ class PrefixPuller:
             filled = targets
             if not self._compatibility.has_windows:
                 filled = targets[: len(wanted) - num_cached]
+            load_s_max = self._load_s_max(holder, len(plan.spec.token_ids), num_cached)
             try:
-                num_blocks = await self._hold(lease, sequence_id, wanted, num_cached, filled)
+                num_blocks = await self._hold(
+                    lease, sequence_id, wanted, num_cached, filled, load_s_max
+                )
                 if num_blocks > num_cached:
                     return num_blocks
             except Exception as error:
@@ -234,12 +243,27 @@ class PrefixPuller:
         block_hashes: list[bytes],
         num_cached: int,
         targets: list[int],
+        load_s_max: float = 0.0,
     ) -> int:
         num_blocks = await lease.hold(
-            sequence_id, block_hashes, first_missing_block=num_cached, targets=targets
+            sequence_id,
+            block_hashes,
+            first_missing_block=num_cached,
+            targets=targets,
+            load_s_max=load_s_max,
         )
         self._metrics.on_prefix_pull(lease.peer, lease.stats)
         return max(num_cached, num_blocks)
+
+    def _load_s_max(self, holder: ConnectedHolder, num_tokens: int, num_cached: int) -> float:
+        """Returns the seconds that a holder may take to load the prefix from its tiers. With a
+        longer load, computing the prefix would be faster."""
+        rates = self._rates.worker
+        cached_tokens = num_cached * self._block_size
+        saved_s = prefill_seconds(rates, num_tokens, cached_tokens)
+        saved_s -= prefill_seconds(rates, num_tokens, holder.num_tokens)
+        num_blocks = (holder.num_tokens - cached_tokens) / self._block_size
+        return max(0.0, saved_s - ASK_S - holder.rate.seconds(rates.moved_bytes(num_blocks)))
 
     def _worth_using(
         self, holders: Iterable[ConnectedHolder], spec: SequenceSpec, num_cached_blocks: int

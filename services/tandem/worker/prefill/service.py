@@ -8,7 +8,7 @@ A consumer opens a stream `Prefill` for each lease and begins with one of two co
 
 The producer can refuse either command instead of granting a lease. Before it computes a prompt, it
 may pull a cached prefix of the prompt from a third worker. A `hold` does not wait in the engine's
-queue and allocates no blocks.
+queue. It allocates blocks only to load those that the tiers have, and does not wait for them.
 
 The consumer sends `release` when it has read all blocks. The answer `released` confirms that every
 block was held until then.
@@ -213,7 +213,10 @@ class PrefillService:
         if first.WhichOneof("command") == "hold":
             hold = first.hold
             return messages.HoldPrefix(
-                lease.lease_id, list(hold.block_hashes), hold.first_missing_block
+                lease.lease_id,
+                list(hold.block_hashes),
+                hold.first_missing_block,
+                min(hold.load_s_max, self._config.transfer.pull_deadline_s),
             )
         start = first.start
         spec = sequence_spec(

@@ -27,6 +27,7 @@ OF_LATENT = (
     *("gate_proj", "up_proj", "down_proj"),
 )
 OF_DELTA = ("q_proj", "k_proj", "o_proj", "out_proj", "gate_proj")
+OF_KIMI = tuple(f"{part}_proj" for part in (*"qkvbo", "f_a", "f_b", "g_a", "g_b"))
 OF_MAMBA = ("in_proj", "out_proj", "q_proj", "v_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
@@ -123,6 +124,7 @@ class Case:
                 ("granite4", [*OF_MAMBA, "input_linear", "output_linear"]),
                 ("nemotron-h", [*OF_MAMBA, "up_proj", "down_proj"]),
                 ("lfm2", ["in_proj", "out_proj", "q_proj", "w1", "w2"]),
+                ("kimi-linear", [*OF_KIMI, "kv_b_proj", "down_proj"]),
                 ("olmo-hybrid", ["q_proj", "k_proj", "g_proj", "b_proj", "o_proj", "up_proj"]),
             )
         ),

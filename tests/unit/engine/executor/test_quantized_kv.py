@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.decoder_weights import Linear
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.engine.types import Mode, SequenceSpec
+from tandem.engine.types import FinalBlocks, Mode, SequenceSpec
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
@@ -53,7 +54,9 @@ class Bench:
         self.specs = [self.spec(f"s{i}", PROMPT[: 20 + 13 * i], seed=i) for i in range(5)]
         self.expected = drive_all(self.engine()[0], *self.specs).token_ids
 
-    def engine(self, num_blocks: int = 64, budget: int = 512) -> tuple[Engine, torch.Tensor]:
+    def engine(
+        self, num_blocks: int = 64, budget: int = 512, **settings: Any
+    ) -> tuple[Engine, torch.Tensor]:
         engine, runner = make_model_engine(
             self._folder,
             numerics="invariant",
@@ -61,6 +64,7 @@ class Bench:
             kv_dtype=self._kv_dtype,
             num_blocks=num_blocks,
             max_tokens_per_step=budget,
+            **settings,
         )
         return engine, runner.pools[0].memory
 
@@ -190,6 +194,37 @@ def test_moved_twice(bench: Bench) -> None:
         again = kv[engine.step().final_blocks[0].block_ids]
         assert torch.equal(again, moved)
         moved = again
+
+
+def test_moved_from_a_tier(bench: Bench) -> None:
+    """The blocks have left the pool of the first engine, which loads them for the second one."""
+    first, first_kv = bench.engine(kv_host_bytes=1 << 24, kv_tier_policy="lru")
+    prompt = bench.specs[4].token_ids
+    hashes, block_ids = held(first, prompt)
+    computed = first_kv[block_ids].clone()
+    first.remove("chain")
+    finish(first)
+    first._kv.drop_cached()
+    first_kv.zero_()
+    first.hold_prefix("chain", hashes, 0, load_s_max=1000.0)
+    (final,) = finish(first)
+    assert torch.equal(first_kv[final.block_ids], computed)
+    engine, kv = bench.engine()
+    engine.add(structs.replace(bench.specs[4], prefix_blocks=len(hashes)))
+    (reserved,) = engine.step().reserved
+    kv[reserved.block_ids[: len(hashes)]] = first_kv[final.block_ids]
+    engine.continue_prefill("s4", len(hashes))
+    assert drive(engine).token_ids["s4"] == bench.expected["s4"]
+    first.close()
+
+
+def finish(engine: Engine) -> list[FinalBlocks]:
+    """Steps until the engine and its tiers have nothing to do."""
+    final = []
+    while engine.has_work() or engine.awaits_threads():
+        if engine.has_work():
+            final += engine.step().final_blocks
+    return final
 
 
 @pytest.mark.parametrize(

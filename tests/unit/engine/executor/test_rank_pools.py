@@ -120,8 +120,15 @@ def test_each_rank_has_a_pool_with_its_own_heads(
     assert two.kv.nbytes == member.kv.nbytes == alone.kv.nbytes // share
 
 
+def test_blocks_with_heads_and_keys_of_indexers_are_not_divided(tmp_path: Path) -> None:
+    folder = tiny("minimax-m3", tmp_path)
+    with pytest.raises(ConfigError, match=r"is 2; it must be 1 .* the keys of indexers"):
+        runner_of(folder, 2, **INVARIANT)
+
+
 @pytest.mark.parametrize(
-    ("family", "num_kv_heads"), [("llama", 4), ("llama", 1), ("qwen3-next", 1)]
+    ("family", "num_kv_heads"),
+    [("llama", 4), ("llama", 1), ("qwen3-next", 1), ("glm5", 1), ("deepseek-v4", 1)],
 )
 def test_whole_blocks_are_read_from_and_written_to_all_ranks(
     family: str,

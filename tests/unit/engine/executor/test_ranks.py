@@ -15,6 +15,7 @@ import torch
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
 from tandem.common.sampling_params import SamplingParams
+from tandem.engine.executor.kernel_choice import why_not_triton_model
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.engine.executor.ranks import members
 from tandem.engine.executor.runner import ModelRunner
@@ -42,11 +43,6 @@ CHUNKS = (1, 3, 16, 40)
 LATENT = ("deepseek", "glm5", "glm4-moe-lite", "kimi-linear", "mistral4")
 
 
-# Several ranks are refused for these (models/limits.py).
-REFUSED = ("deepseek-v3.2", "deepseek-v4", "gemma3n", "glm5", "kimi-linear", "minimax-m3")
-SHARED = [family for family in FAMILIES if not family.startswith(REFUSED)]
-
-
 @pytest.fixture(scope="module")
 def template() -> Iterator[SimpleNamespace]:
     with rank_template() as forking:
@@ -64,6 +60,10 @@ def tiny(family: str, path: Path, num_kv_heads: int = 4, **more: Any) -> ModelFo
     sizes = {"num_attention_heads": 8, "hidden_size": 128}
     has_latents = family.startswith(LATENT)
     kv_heads = {"num_key_value_heads": 8 if has_latents else num_kv_heads}
+    if family == "minimax-m3":
+        kv_heads["index_n_heads"] = num_kv_heads
+    if family == "deepseek-v4":
+        kv_heads = {"num_key_value_heads": 1, "o_groups": 4}
     return make_tiny_model(family, path, **sizes | kv_heads | more)[0]
 
 
@@ -79,8 +79,9 @@ def why_not_share(model: ModelConfig, kernels: str, num_ranks: int) -> str:
 
 def runner_of(folder: ModelFolder, num_ranks: int, **more: Any) -> ModelRunner:
     settings = {"model": "", "device": "cpu", "kernels": "native", "block_size": 8} | more
-    needs_alike = settings["kernels"] != "native" or "kv_dtype" in settings
-    if needs_alike and (why := why_irregular(folder.config)):
+    if "kv_dtype" in settings and (why := why_irregular(folder.config)):
+        pytest.skip(why)
+    if settings["kernels"] == "triton" and (why := why_not_triton_model(folder.config)):
         pytest.skip(why)
     if num_ranks > 1 and (why := why_not_share(folder.config, settings["kernels"], num_ranks)):
         pytest.skip(why)
@@ -105,7 +106,7 @@ def logits_of(folder: ModelFolder, num_ranks: int, **more: Any) -> list[torch.Te
         ("qwen3-next", 2, 1, {"numerics": "invariant"}),
         *(
             pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
-            for family in SHARED
+            for family in FAMILIES
             for num_ranks in (2, 4)
             for num_kv_heads, settings in (
                 (4, {"numerics": "invariant"}),
@@ -127,7 +128,14 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
 
 
 INVARIANT: dict[str, Any] = {"kernels": "torch", "numerics": "invariant"}
-GEMMA3 = {"sliding_window": 8}  # shorter than most prompts
+
+
+def sizes_of_shares(family: str) -> dict[str, Any]:
+    """Sizes of models for torch and Triton kernels: windows are shorter than most prompts, and
+    ranks have whole heads of states."""
+    if family == "kimi-linear":
+        return {"linear_num_heads": 4}
+    return {"sliding_window": 8} if family.startswith(("gemma3", "gemma4", "mimo")) else {}
 
 
 @pytest.mark.usefixtures("quick_ranks")
@@ -139,7 +147,7 @@ GEMMA3 = {"sliding_window": 8}  # shorter than most prompts
         ("qwen3-moe", 4, 1),
         *(
             pytest.param(family, num_ranks, num_kv_heads, marks=pytest.mark.slow)
-            for family in SHARED
+            for family in FAMILIES
             for num_ranks, num_kv_heads in ((2, 4), (4, 2), (4, 1))
         ),
     ],
@@ -147,7 +155,7 @@ GEMMA3 = {"sliding_window": 8}  # shorter than most prompts
 def test_invariant_logits_of_torch_do_not_depend_on_the_number_of_ranks(
     family: str, num_ranks: int, num_kv_heads: int, tmp_path: Path
 ) -> None:
-    folder = tiny(family, tmp_path, num_kv_heads, **GEMMA3 if family == "gemma3" else {})
+    folder = tiny(family, tmp_path, num_kv_heads, **sizes_of_shares(family))
     alone = logits_of(folder, 1, **INVARIANT)
     assert all(map(torch.equal, alone, logits_of(folder, num_ranks, **INVARIANT)))
 
@@ -172,7 +180,7 @@ def test_invariant_logits_of_torch_do_not_depend_on_the_number_of_ranks(
         ),
         *(
             pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
-            for family in SHARED
+            for family in FAMILIES
             for num_ranks, num_kv_heads, settings in (
                 (2, 4, {"kernels": "torch"}),
                 (4, 1, {"kernels": "torch", "kv_dtype": "int8"}),
@@ -185,7 +193,7 @@ def test_other_kernels_compute_nearly_the_same_on_several_ranks(
     family: str, num_ranks: int, num_kv_heads: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """The ranks' sums are added in another order than one process adds all."""
-    folder = tiny(family, tmp_path, num_kv_heads, **GEMMA3 if family == "gemma3" else {})
+    folder = tiny(family, tmp_path, num_kv_heads, **sizes_of_shares(family))
     latent = folder.config.latent
     if "kv_dtype" in settings and latent is not None and latent.kv_rank % 16:
         pytest.skip("int8 needs latents whose size is a multiple of 16")
@@ -283,13 +291,13 @@ def test_all_ranks_have_written_their_kv_when_the_engine_is_told(
         pytest.param("deepseek-v3", INVARIANT, marks=pytest.mark.slow),
         *(
             pytest.param(family, settings, marks=pytest.mark.slow)
-            for family in ("qwen3-next", "falcon-h1", "nemotron-h")
+            for family in ("qwen3-next", "falcon-h1", "nemotron-h", "kimi-linear")
             for settings in ({"kernels": "native"}, INVARIANT)
         ),
     ],
 )
 def test_adapters_are_on_all_ranks(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    folder = tiny(family, tmp_path / "model")
+    folder = tiny(family, tmp_path / "model", **sizes_of_shares(family))
     modules = list(ALL) if family == "llama" else "all-linear"
     write_adapter(tmp_path / "one", folder.config, target_modules=modules, r=20)
     found = []
@@ -308,19 +316,30 @@ def test_adapters_are_on_all_ranks(family: str, settings: dict[str, Any], tmp_pa
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("family", "settings"),
     [
-        {},
-        {**INVARIANT, "ranks_own_pools": True},
+        ("llama", {}),
+        ("llama", {**INVARIANT, "ranks_own_pools": True}),
         pytest.param(
-            {"device": "cuda", "kernels": "triton", "ranks_share_gpu": True}, marks=pytest.mark.gpu
+            *("llama", {"device": "cuda", "kernels": "triton", "ranks_share_gpu": True}),
+            marks=pytest.mark.gpu,
+        ),
+        ("qwen3-next", {}),
+        *(
+            pytest.param(family, settings, marks=pytest.mark.slow)
+            for family, settings in (
+                ("qwen3-next", {**INVARIANT, "ranks_own_pools": True}),
+                ("kimi-linear", {}),
+                ("glm5", {**INVARIANT, "ranks_own_pools": True}),
+                ("deepseek-v4", {**INVARIANT, "ranks_own_pools": True}),
+            )
         ),
     ],
 )
 def test_copies_on_disk_do_not_depend_on_the_number_of_ranks(
-    settings: dict[str, Any], tmp_path: Path
+    family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = tiny("llama", tmp_path / "model")
+    folder = tiny(family, tmp_path / "model")
     tier = {"kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 64 << 20}
     prompt = [(13 * i) % 200 for i in range(70)]
     found = []

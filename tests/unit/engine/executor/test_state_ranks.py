@@ -1,5 +1,5 @@
-"""Ranks of torch kernels that share the states of layers. Each rank has the heads of states, and of
-keys and values, in pools of its own."""
+"""Ranks of torch kernels that share the layers of hybrids and of other unusual models. Each rank
+has the heads of states, and of keys and values, in pools of its own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ _BLOCKS_EACH = 11
 # Ranks share the heads of q and k, and the groups of norms.
 FEW_GROUPS = {"mamba_n_groups": 1}
 LONG = pytest.mark.slow
+# Sizes of families without states, and of Kimi Linear.
+OTHERS: dict[str, dict[str, Any]] = {
+    "kimi-linear": {"linear_num_heads": 4},
+    "glm5": {},
+    "minimax-m3": {"index_n_heads": 4},
+    "deepseek-v4": {"num_key_value_heads": 1, "o_groups": 4},
+    "gemma3n": {},
+    "gemma4-keys": {},
+    "gemma4-moe": {},
+    "mimo-v2": {},
+}
 
 
 def tiny(family: str, path: Path, **more: Any) -> ModelFolder:
@@ -32,6 +43,9 @@ def tiny(family: str, path: Path, **more: Any) -> ModelFolder:
         sizes["linear_num_value_heads"] = 4
     if family.startswith("lfm"):
         sizes["hidden_size"] = 256
+    if family.startswith(("glm5", "deepseek", "kimi")):
+        sizes["num_key_value_heads"] = 8
+    sizes |= OTHERS.get(family, {})
     return make_tiny_model(family, path, **sizes | more)[0]
 
 
@@ -51,7 +65,11 @@ def outputs(folder: ModelFolder, num_ranks: int, numerics: str) -> list[torch.Te
     return [*found, *(states.view(torch.float32) for states in ranks.states())]
 
 
-HYBRIDS = [
+SHARED = [
+    *(
+        pytest.param(family, {}, 4, marks=() if family in ("glm5", "gemma3n") else LONG)
+        for family in OTHERS
+    ),
     pytest.param("qwen3-next", {}, 4),
     pytest.param("granite4", FEW_GROUPS, 2),
     pytest.param("nemotron-h", {}, 4, marks=LONG),  # 42 channels of B, of which the last rank has 9
@@ -68,17 +86,17 @@ HYBRIDS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "more", "num_ranks"), HYBRIDS)
+@pytest.mark.parametrize(("family", "more", "num_ranks"), SHARED)
 def test_invariant_logits_and_states_do_not_depend_on_the_number_of_ranks(
     family: str, more: dict[str, Any], num_ranks: int, tmp_path: Path
 ) -> None:
     folder = tiny(family, tmp_path, **more)
     alone, several = (outputs(folder, num, "invariant") for num in (1, num_ranks))
-    assert len(alone) == len(STEPS) + 1
+    assert len(alone) == len(STEPS) + folder.config.has_states
     assert all(map(torch.equal, alone, several))
 
 
-@pytest.mark.parametrize(("family", "more", "num_ranks"), HYBRIDS)
+@pytest.mark.parametrize(("family", "more", "num_ranks"), SHARED)
 def test_fast_ranks_compute_nearly_the_same(
     family: str, more: dict[str, Any], num_ranks: int, tmp_path: Path
 ) -> None:

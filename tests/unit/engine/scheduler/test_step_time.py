@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -309,6 +310,37 @@ def test_the_price_of_proposed_tokens_is_measured() -> None:
     assert price.step_s == pytest.approx(assumed.step_s)  # such steps do not change it
     assert price.fixed_s == pytest.approx(0.001, rel=0.3)
     assert price.token_s == pytest.approx(0.0005, rel=0.1)
+
+
+def test_a_step_without_proposed_tokens_is_measured_from_time_to_time() -> None:
+    model = StepTimeModel(0.0)
+    work = StepWork(decode_tokens=1, decode_contexts=100)
+    model.observe(work, 0.010)
+    num_drafted = 0
+    for _ in range(1000):
+        is_drafted = model.draft_price(work) is not None
+        num_drafted += is_drafted
+        # The machine has become twice as slow.
+        drafted = replace(work, draft_tokens=4 * is_drafted)
+        model.observe(drafted, 0.024 if is_drafted else 0.020)
+    assert 950 < num_drafted < 990
+    price = model.draft_price(work)
+    assert price is not None
+    assert price.step_s == pytest.approx(0.020, rel=0.1)
+
+
+def test_proposed_tokens_keep_a_step_within_its_target() -> None:
+    work = StepWork(decode_tokens=1, decode_contexts=100)
+    left_s = {}
+    for target_s in (0.0, 0.009, 0.020):
+        model = StepTimeModel(target_s)
+        for _ in range(20):
+            model.observe(work, 0.010)
+        price = model.draft_price(work)
+        assert price is not None
+        left_s[target_s] = price.most_s
+    # The target of 9 ms is missed anyway.
+    assert left_s == {0.0: math.inf, 0.009: math.inf, 0.020: pytest.approx(0.008, rel=0.1)}
 
 
 def test_one_interrupted_step_does_not_end_speculation() -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from tandem.common.perf_model.step_time import DraftPrice
 from tandem.common.speculation import Speculation
-from tandem.engine.speculation.acceptance import Acceptance, kind_of
+from tandem.engine.speculation.acceptance import Acceptance, Source, kind_of
 from tandem.engine.speculation.depth import num_worthwhile
 from tandem.engine.speculation.drafter import Drafter
+from tandem.engine.speculation.recent_answers import RecentAnswers, Tenant
 from tests.engine_driver import make_spec
 
 TEXT = [*range(20, 40)]
 
 
-def make_drafter(shared: Acceptance | None = None, **more: Any) -> Drafter:
-    setting = Speculation("suffix", tokens_max=6, match_min=3, match_max=24)
+def make_drafter(
+    shared: Acceptance | None = None,
+    recent: RecentAnswers | None = None,
+    factor: float | None = None,
+    **more: Any,
+) -> Drafter:
+    setting = Speculation("suffix", tokens_max=6, match_min=3, match_max=24, factor=factor)
     spec = make_spec("a", TEXT, **{"max_tokens": 100} | more)
-    return Drafter(setting, shared or Acceptance(), spec, 1000)
+    return Drafter(setting, shared or Acceptance(), spec, 1000, recent)
 
 
 def test_proposes_what_followed() -> None:
@@ -37,6 +44,33 @@ def test_a_proposal_leaves_a_token_to_sample_and_has_no_stop_token() -> None:
     assert make_drafter(max_tokens=6).propose(tokens).token_ids == [28, 29]
     assert make_drafter(max_tokens=4).propose(tokens).token_ids == []
     assert make_drafter(stop_token_ids=[30]).propose(tokens).token_ids == [28, 29]
+
+
+def test_a_factor_limits_the_tokens_for_each_equal_one() -> None:
+    tokens = [*TEXT, 25, 26, 27]
+    assert make_drafter(factor=1.4).propose(tokens).token_ids == [28, 29, 30, 31]
+    assert make_drafter(factor=0.0).propose(tokens).token_ids == []
+
+
+def test_takes_the_source_with_more_equal_tokens_and_then_the_more_accepted_one() -> None:
+    recent = RecentAnswers(num_tokens=3, context=24, answers_max=10)
+    tenant = Tenant(b"", "")
+    recent.add(tenant, [24, 25, 26, 27, 70, 71], 1)
+    recent.add(Tenant(b"other", ""), [23, 24, 25, 26, 27, 60, 61], 1)
+    # Four tokens are equal in the answer, three in the prompt.
+    longer = [*TEXT, 5, 24, 25, 26, 27]
+    assert make_drafter(recent=recent).propose(longer).token_ids[:2] == [28, 29]
+    recent.add(tenant, [3, 24, 25, 26, 27, 70, 71], 1)
+    tokens = [*TEXT, 3, 24, 25, 26, 27]
+    drafter = make_drafter(recent=recent)
+    assert drafter.propose(tokens).token_ids == [70, 71]
+    drafter.propose([*tokens, 70, 71])
+    shared = Acceptance()
+    shared.observe(kind_of(4, Source.RECENT), True)
+    assert make_drafter(shared, recent).propose(longer).token_ids == [70, 71]
+    for _ in range(9):
+        shared.observe(kind_of(4, Source.RECENT), False)
+    assert make_drafter(shared, recent).propose(longer).token_ids[:2] == [28, 29]
 
 
 def test_acceptance_follows_the_tokens_that_came() -> None:
@@ -64,10 +98,9 @@ def test_a_new_sequence_starts_from_the_acceptance_of_the_others() -> None:
 
 
 def test_the_depth_follows_price_and_probability() -> None:
-    def chosen(gains: list[float], num_sequences: int = 1, token_s: float = 0.1) -> int:
-        return num_worthwhile(
-            gains, num_sequences=num_sequences, step_s=1.0, fixed_s=0.05, token_s=token_s
-        )
+    def chosen(gains: list[float], num_sequences: int = 1, **more: float) -> int:
+        price = DraftPrice(step_s=1.0, **{"fixed_s": 0.05, "token_s": 0.1} | more)
+        return num_worthwhile(gains, num_sequences=num_sequences, price=price)
 
     assert chosen([0.9, 0.8, 0.7]) == 3
     assert chosen([0.9, 0.8, 0.7, 0.1]) == 3
@@ -76,3 +109,6 @@ def test_the_depth_follows_price_and_probability() -> None:
     # Thirty sequences in a step: a token is worth less, relative to the step.
     assert chosen([0.9, 0.8, 0.7], num_sequences=30) == 0
     assert chosen([]) == 0
+    # The step may take only so much longer.
+    assert chosen([0.9, 0.8, 0.7], most_s=0.251) == 2
+    assert chosen([0.9, 0.8, 0.7], most_s=0.1) == 0

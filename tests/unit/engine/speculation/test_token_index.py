@@ -27,7 +27,7 @@ def longest(tokens: list[int], least: int, most: int) -> tuple[int, int]:
 def test_finds_the_longest_occurrence(
     least: int, num_kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_index, "_COMPARED_MAX", 10_000)
+    monkeypatch.setattr(token_index, "COMPARED_MAX", 10_000)
     rng = random.Random(least + num_kinds)
     index = TokenIndex(least)
     tokens: list[int] = []

@@ -26,9 +26,10 @@ from tandem.engine.types import StepReport
 from tests.engine_machine import Client, EngineMachine
 from tests.held_thread import FixedRate, HeldThread
 from tests.late_device import WAYS, choose
+from tests.unit.engine import test_engine_properties
 
 
-class Machine(EngineMachine):
+class Machine(test_engine_properties.Machine):
     @initialize(
         host_slots=st.integers(0, 9),
         disk_slots=st.integers(0, 30),
@@ -41,6 +42,7 @@ class Machine(EngineMachine):
         block_s=st.sampled_from([0.0, 0.5, 1.0, 2.0, 5.0]),
         pin_share=st.sampled_from([0.0, 0.5, 1.0]),
         turn_s=st.sampled_from([0.0, 60.0]),
+        load_s_max=st.sampled_from([0.0, 2.0, 99.0]),
         way=st.sampled_from(WAYS),
     )
     def start(  # type: ignore[override]
@@ -51,9 +53,11 @@ class Machine(EngineMachine):
         block_s: float,
         pin_share: float,
         turn_s: float,
+        load_s_max: float,
         way: str,
         **limits: int,
     ) -> None:
+        self.load_s_max = load_s_max
         self.block_s = block_s
         self.slots, self.policy = (host_slots, disk_slots), policy
         self.pin_share = pin_share

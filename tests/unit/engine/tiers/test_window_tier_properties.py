@@ -43,6 +43,7 @@ class TieredPair(test_kv_groups.Pair):
         has_disk=st.booleans(),
         policy=st.sampled_from(["lru", "prefix", "priority", "value"]),
         block_s=st.sampled_from([0.0, 0.5, 2.0]),
+        load_s_max=st.sampled_from([0.0, 2.0, 99.0]),
         way=st.sampled_from(WAYS),
     )
     def start(  # type: ignore[override]
@@ -52,9 +53,11 @@ class TieredPair(test_kv_groups.Pair):
         has_disk: bool,
         policy: str,
         block_s: float,
+        load_s_max: float,
         way: str,
         **limits: Any,
     ) -> None:
+        self.load_s_max = load_s_max
         self.settings = {"kv_host_bytes": 40 * host_tokens, "kv_tier_policy": policy}
         self.folder = Path(tempfile.mkdtemp(prefix="tiers-"))
         if has_disk:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tandem.common.config.engine import EngineConfig
 from tandem.engine.cache.layout.kv_groups import (
     LayerPlace,
     layer_groups,
@@ -15,7 +14,7 @@ from tandem.engine.cache.layout.kv_groups import (
     state_places,
 )
 from tandem.engine.cache.layout.state_layout import PIECE_BYTES_MAX, StateLayout
-from tandem.errors import ConfigError, UnsupportedModel
+from tandem.errors import UnsupportedModel
 from tandem.models.config.linear_attention import (
     GatedDelta,
     KimiDelta,
@@ -24,8 +23,7 @@ from tandem.models.config.linear_attention import (
     ShortConv,
 )
 from tandem.models.config.model import ModelConfig
-from tandem.models.limits import check_settings
-from tandem.models.lora.adapter import open_lora
+from tandem.models.lora.targets import find_modules, linear_shapes
 
 SIZES = {
     "vocab_size": 128,
@@ -136,12 +134,12 @@ def test_kimi_linear_as_it_is_published() -> None:
     assert [layer.has_attention for layer in default.layers] == [*[False] * 4, True, False]
 
 
-def test_kimi_linear_has_no_adapters_and_no_ranks() -> None:
+def test_adapters_of_kimi_linear_change_no_convolutions() -> None:
     config = read(KIMI)
-    with pytest.raises(ConfigError, match="tensor-parallel is 2; it must be 1 with Kimi Linear"):
-        check_settings(EngineConfig(model="", tensor_parallel=2), config)
-    with pytest.raises(UnsupportedModel, match="LoRA adapters are not supported with Kimi"):
-        open_lora("adapter", config, rank_max=8)
+    names = {name.removeprefix("model.layers.0.") for name in linear_shapes(config)}
+    assert {f"self_attn.{part}_proj" for part in (*"qkvbo", "f_a", "f_b", "g_a", "g_b")} <= names
+    with pytest.raises(UnsupportedModel, match=r"q_conv1d.*, which is not supported"):
+        find_modules({"target_modules": ["q_proj", "q_conv1d"]}, config)
 
 
 def with_kimi_layers(**changes: Any) -> dict[str, Any]:

@@ -66,6 +66,34 @@ def test_what_has_left_the_pool_comes_from_the_host() -> None:
     assert tier_rows([report]) == [("100", "tandem", "4.2", "29.2", "0.5")]
 
 
+def test_a_worker_loads_blocks_for_a_peer() -> None:
+    simulation = run(with_tiers(ONE, host=FAST_S), [ask(0.0, 0), ask(5.0, 100)])
+    (worker,) = simulation.workers.values()
+    hashes = ask(0.0, 0).block_digests()[:8]
+    assert worker.cache.num_cached(hashes) == 1
+    assert worker.load_for_peer([*hashes, b"unknown"]) is None
+    assert worker.load_for_peer(hashes) == pytest.approx(7 * FAST_S)
+    assert not worker.is_idle
+    simulation.clock.run()
+    assert worker.is_idle
+    assert worker.cache.num_cached(hashes) == 8
+    worker.cache.check_integrity()
+    assert worker.load_for_peer(hashes) == 0.0
+
+
+def test_a_worker_that_dies_ends_its_loads_for_peers() -> None:
+    simulation = run(with_tiers(ONE, host=FAST_S), [ask(0.0, 0), ask(5.0, 100)])
+    (worker,) = simulation.workers.values()
+    assert worker.load_for_peer(ask(0.0, 0).block_digests()[:8]) is not None
+    simulation.stop_worker(worker)
+    simulation.start_worker(worker)
+    simulation.clock.run()
+    assert worker.is_idle
+    worker.cache.check_integrity()
+    assert worker.tiers is not None
+    worker.tiers.check_integrity()
+
+
 def test_a_slow_tier_is_left_alone_once_it_was_measured() -> None:
     scenario = with_tiers(ONE, host=10.0)
     turns = [ask(0.0, 0), ask(5.0, 100), ask(10.0, 0), ask(200.0, 100), ask(300.0, 0)]

@@ -60,7 +60,11 @@ SLOTS_OF_SEQUENCE = 3
 # for a prompt that is computed for that peer.
 _SLOTS_MIN = SLOTS_OF_SEQUENCE + 2
 
-_INNER_CHUNK = 64  # tokens that kernels compute together by matrix products (docs/kernels.md)
+# Maximum number of sequences of a step that verify proposed tokens, if the model has states. Each
+# needs a scratch slot (pool/window_pool.py).
+_SCRATCH_SLOTS = 4
+
+INNER_CHUNK = 64  # tokens that kernels compute together by matrix products (docs/kernels.md)
 
 # Typical number of tokens that a prompt has in common with an earlier one, if it has many.
 _COMMON_TOKENS = 8192
@@ -456,25 +460,32 @@ def _num_slots(config: EngineOptions, group: KvGroup, blocks: KvLayout) -> int:
     Each of `max_num_seqs` sequences needs a slot for its running state. The frozen states get as
     many slots as are useful (see `checkpoint_interval`) if the pools of blocks are full: one for
     every `interval` tokens, and two for the ends of prompts and answers. At most half of the memory
-    is for states.
+    is for states. Proposed tokens need a few scratch slots besides.
     """
     slot_bytes = group.layout.block_bytes
+    num_scratch = num_scratch_slots(config)
     interval = checkpoint_interval(group, blocks)
     token_bytes = blocks.block_bytes / blocks.block_size
     # A slot that a tier copies cannot be evicted.
     least = _SLOTS_MIN + config.has_tiers
     if config.num_blocks is not None:
         num_tokens = config.num_blocks * blocks.block_size
-        return max(least, 2 * config.max_num_seqs + 3 * -(-num_tokens // interval))
-    left = max(0, config.kv_bytes - config.max_num_seqs * slot_bytes)
+        return num_scratch + max(least, 2 * config.max_num_seqs + 3 * -(-num_tokens // interval))
+    left = max(0, config.kv_bytes - (config.max_num_seqs + num_scratch) * slot_bytes)
     num_tokens = int(left / (token_bytes + 3 * slot_bytes / interval))
     wanted = config.max_num_seqs + 3 * -(-num_tokens // interval)
-    return max(least, min(wanted, config.kv_bytes // 2 // slot_bytes))
+    return max(least + num_scratch, min(wanted + num_scratch, config.kv_bytes // 2 // slot_bytes))
+
+
+def num_scratch_slots(config: EngineOptions) -> int:
+    """Returns how many slots of each state group are scratch slots."""
+    is_off = config.speculative_config == "off" or config.state_dtype != "float32"
+    return 0 if is_off else min(_SCRATCH_SLOTS, config.max_num_seqs)
 
 
 def state_spacing(block_size: int) -> int:
     """Returns the number of tokens of which all positions of frozen states are multiples."""
-    return lcm(_INNER_CHUNK, block_size)
+    return lcm(INNER_CHUNK, block_size)
 
 
 def checkpoint_interval(group: KvGroup, blocks: KvLayout) -> int:

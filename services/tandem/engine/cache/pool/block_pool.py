@@ -72,6 +72,7 @@ class BlockPool:
         self._quarantined: set[int] = set()
         self._deferred: list[int] | None = None  # None: released blocks become FREE at once
         self._leaving: set[int] = set()
+        self._scratch: list[int] = []  # blocks that only steps use (window_pool.py)
         # Ids of the hashed blocks with Copy.NONE, in the order in which they were stored or last
         # used.
         self._unwritten: dict[int, None] = {}
@@ -370,13 +371,24 @@ class BlockPool:
             block_id = self._blocks[block_id].parent_id
         return chain[::-1]
 
+    def num_lacking(self, block_hashes: Iterable[bytes], num_blocks: int) -> int:
+        """Returns how many blocks too few the pool has for a table of `num_blocks` blocks that
+        references those of `block_hashes` that are cached. Negative: so many blocks would still be
+        available."""
+        found = [self._by_hash[each] for each in block_hashes if each in self._by_hash]
+        return num_blocks - len(found) - self._num_available_beside(found)
+
     def _fits(self, matched: list[int], num_blocks: int, source: int | None) -> bool:
         kept = matched if source is None else [*matched, source]
-        blocks = (self._blocks[block_id] for block_id in dict.fromkeys(kept))
+        return num_blocks - len(matched) <= self._num_available_beside(kept)
+
+    def _num_available_beside(self, block_ids: Iterable[int]) -> int:
+        """Returns how many blocks `allocate` could return if these blocks were referenced."""
+        blocks = (self._blocks[block_id] for block_id in dict.fromkeys(block_ids))
         unreferenced = sum(
             not block.num_references and block.copy is not Copy.WRITING for block in blocks
         )
-        return num_blocks - len(matched) <= self.num_available - unreferenced
+        return self.num_available - unreferenced
 
     def _drop_reference(self, block_id: int, last_used: int) -> None:
         block = self._blocks[block_id]
@@ -454,6 +466,7 @@ class BlockPool:
         assert self._unwritten.keys() == unwritten, "what has no copy is not what is to be written"
         deferred = self._deferred or ()
         states = [*self._free, *self._quarantined, *self._leaving, *deferred, *cached, *expected]
+        states += self._scratch
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert len(states) == len(set(states)) == self.num_blocks, (
             f"free {self.num_free} + used {len(expected)} + cached {len(cached)} + quarantined "

@@ -125,11 +125,51 @@ class WindowPool(BlockPool):
 class FrozenStatePool(WindowPool):
     """The pool of a state group. States are evicted in the order of their last use, whether tiers
     have copies of them or not: a state that is not wanted in tiers yet may be the one after which a
-    running sequence restarts."""
+    running sequence restarts.
+
+    Some slots are *scratch slots*: a step that verifies proposed tokens of a sequence computes on a
+    copy of its running state. If all proposed tokens are accepted, the two slots are exchanged:
+
+        running state   slot 3 --copy--> slot 8           slot 3: after token 40
+        step computes tokens 41 to 44 on slot 8
+        all accepted    slot 8 is the running state, and slot 3 a scratch slot
+        otherwise       slot 3 stays the running state, and slot 8 a scratch slot
+    """
 
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         super().__init__(num_blocks, report_tokens=report_tokens)
         self._cached = CachedBlocks(self._blocks, by_use=True)
+        self._num_scratch = 0
+
+    def reserve_scratch(self, num_slots: int) -> None:
+        """Makes so many slots of a new pool scratch slots."""
+        self._scratch = [self._free.pop(0) for _ in range(num_slots)]
+        self._num_scratch = num_slots
+
+    @property
+    def num_used(self) -> int:
+        return super().num_used - self._num_scratch
+
+    @property
+    def num_scratch(self) -> int:
+        """Number of scratch slots that no step uses."""
+        return len(self._scratch)
+
+    def take_scratch(self) -> int:
+        """Returns a scratch slot, for one step. There must be one."""
+        return self._scratch.pop()
+
+    def return_scratch(self, slot: int) -> None:
+        """Ends the use of a scratch slot."""
+        self._scratch.append(slot)
+
+    def exchange_scratch(self, slot: int, running: int) -> None:
+        """Makes a scratch slot the running state of the sequence that has `running`, which becomes
+        a scratch slot."""
+        assert self.is_writable(running), f"slot {running} is not a running state"
+        self._blocks[running].num_references = 0
+        self._blocks[slot].num_references = 1
+        self._scratch.append(running)
 
     def may_take(self, block_id: int) -> bool:
         """Returns whether `take` may be called: the state is CACHED and not pinned, and no tier

@@ -18,7 +18,7 @@ from tandem_kernels.lora import LoraHeads
 from tandem_kernels.native import library
 from tandem_kernels.native.library import PANEL, Library, Matrix, address, packed_bytes
 
-_PRODUCTS = ("qkv", "attention_out", "gate_up", "down", "q_out")
+_PRODUCTS = ("qkv", "attention_out", "gate_up", "down", "q_out", "decay_out", "gate_out")
 _HEADS = ("latent_keys", "latent_values")
 _LoraLayer = library.LoraLayer
 

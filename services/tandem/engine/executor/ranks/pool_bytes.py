@@ -154,7 +154,8 @@ def _groups(layout: KvLayout, num_ranks: int) -> list[_Group]:
     own = layout.of_rank(num_ranks)
     for group, first_id, of_rank in zip(layout.groups, layout.first_ids, own.groups, strict=True):
         heads = RankHeads(group.layout.num_kv_heads, num_ranks)
-        size = group.layout.head_bytes
+        # A single head has the keys of indexers, too.
+        size = group.layout.block_bytes // group.layout.num_kv_heads
         held = [heads.of(rank) for rank in range(num_ranks)]
         found.append(
             _Group(

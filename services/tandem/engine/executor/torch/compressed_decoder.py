@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from tandem.engine.executor.collectives import ALONE, Collectives
+from tandem.engine.executor.collectives import ALONE, Collectives, whole_of
 from tandem.engine.executor.torch.compressors import StepCompressors
 from tandem.engine.executor.torch.decoder import Decoder
 from tandem.engine.executor.torch.inputs import StepInputs
@@ -66,6 +66,8 @@ class CompressedDecoder(Decoder):
             self._config, self._kernels, self._project, attend.groups, pools, inputs, tables
         )
         x = embedded(self._weights, inputs.token_ids)
+        if x.shape[1] < self._config.hidden_size:
+            x = self._ranks.gather(x, self._config.hidden_size)
         assert self._config.streams is not None
         streams = x.unsqueeze(1).repeat(1, self._config.streams.num, 1)
         for index, (spec, layer) in enumerate(zip(specs, self._weights.layers, strict=True)):
@@ -78,13 +80,16 @@ class CompressedDecoder(Decoder):
             pool.write(places[index].number, inputs.token_rows[group], kv, kv)
             if layer.compressor is not None:
                 compressors.write(index, layer.compressor, normed)
-            if on_kv_written is not None and index + 1 == len(specs):
-                on_kv_written()
+            tell_written = on_kv_written if index + 1 == len(specs) else None
+            if tell_written is not None and self._ranks is ALONE:
+                tell_written()
             entries = None
             if layer.compressor is not None:
                 entries = compressors.entries(index, layer.compressor, normed, latents, angles)
             attended = attend(places[index].number, queries, layer.sinks, None, entries)
             streams = self._streams.add(mixture, streams, self._attended(layer, attended, angles))
+            if tell_written is not None and self._ranks is not ALONE:
+                tell_written()
             x, mixture = self._streams.split(layer.streams.mlp, streams)
             normed = self._norm(x, layer.mlp_norm)
             assert isinstance(layer.mlp, ExpertWeights)
@@ -115,7 +120,7 @@ class CompressedDecoder(Decoder):
     def _attended(
         self, layer: LayerWeights, attended: torch.Tensor, angles: Angles
     ) -> torch.Tensor:
-        """Returns the output of attention [rows, hidden], from that of its heads
+        """Returns the output of attention [rows, hidden], from that of this rank's heads
         [rows, heads, D]."""
         assert layer.shared_kv is not None
         assert layer.attention_out is not None
@@ -123,4 +128,5 @@ class CompressedDecoder(Decoder):
         turned = rotate_last_pairs(attended, (cos, -sin))
         grouped = turned.view(len(turned), len(layer.shared_kv.out_groups), -1)
         narrow = self._kernels.linear_of_heads(grouped, layer.shared_kv.out_groups)
-        return self._project(narrow.flatten(1), (layer.attention_out,))
+        share = self._project(self._inputs_of_all(narrow.flatten(1)), (layer.attention_out,))
+        return whole_of(self._ranks, self._config.hidden_size, share)

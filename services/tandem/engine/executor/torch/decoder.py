@@ -165,12 +165,14 @@ class Decoder:
                     assert layer.state is not None
                     num_own = 0 if place is None else self._config.num_qkv
                     of_state = self._state(
+                        index,
                         spec.linear,
                         layer.state,
                         projected[:, num_own:],
                         states.matrices(state_place.number),
                         states.convs(state_place.number),
                         inputs.state_spans[state_place.group],
+                        lora,
                     )
                     projected = projected[:, :num_own]
                 if place is not None:
@@ -227,7 +229,7 @@ class Decoder:
                 continue
             normed = self._norm_hidden(before if self._config.is_parallel else x, layer.mlp_norm)
             if isinstance(layer.mlp, Mlp):
-                share = self._mlp(index, layer.mlp, normed, lora, sparsity=spec.sparsity)
+                share = self._mlp(index, layer.mlp, normed, lora, spec=spec)
                 delta = whole_of(self._ranks, self._config.hidden_size, share)
             else:
                 assert spec.experts is not None
@@ -374,12 +376,14 @@ class Decoder:
 
     def _state(
         self,
+        index: int,
         sizes: LinearAttention,
         weights: StateWeights,
         projected: torch.Tensor,
         states: torch.Tensor,
         conv_states: torch.Tensor,
         spans: Sequence[StateSpan],
+        lora: StepLora,
     ) -> torch.Tensor:
         """Computes a layer that keeps a state up to its output matrix. `projected` is the product
         of its first matrices (`LayerWeights.qkv`). Updates the states of the spans. Returns the
@@ -442,10 +446,11 @@ class Decoder:
             channels, b, *narrow = torch.split(
                 projected, [sum(sections), num_heads, sizes.dim, sizes.dim], 1
             )
-            a, z = (
-                self._project(x.contiguous(), (matrix,))
-                for x, matrix in zip(narrow, (weights.decay_out, weights.gate_out), strict=True)
-            )
+            of_decays, of_gates = (each.contiguous() for each in narrow)
+            a = self._project(of_decays, (weights.decay_out,))
+            a = lora.add(index, "decay_out", a, of_decays)
+            z = self._project(of_gates, (weights.gate_out,))
+            z = lora.add(index, "gate_out", z, of_gates)
             a = a.view(num_rows, num_heads, -1)
             a_log, dt_bias = weights.a_log.unsqueeze(-1), weights.dt_bias.view(num_heads, -1)
         else:
@@ -520,9 +525,10 @@ class Decoder:
         lora: StepLora,
         *,
         is_whole: bool = False,
-        sparsity: float = 0.0,
+        spec: LayerSpec | None = None,
     ) -> torch.Tensor:
-        """Returns this rank's share of the output; all of it if this rank has the whole MLP."""
+        """Returns this rank's share of the output; all of it if this rank has the whole MLP. `spec`
+        is given for the dense MLP of a layer."""
         gate_up = lora.add(index, "gate_up", self._project(x, mlp.gate_up), x)
         if not self._config.has_gates:
             squares = relu(gate_up).square()
@@ -537,8 +543,8 @@ class Decoder:
             num_inner = mlp.down.weight.shape[1]
             parts = [inputs_of(self._ranks, part, num_inner) for part in (gate, up)]
             gate, up = torch.cat(parts, 1).chunk(2, dim=-1)
-        if sparsity:
-            gate = sparse_gates(gate, sparsity)
+        if spec is not None and spec.sparsity:
+            gate = self._sparse_gates(spec, gate)
         if self._config.gate_clamp is not None:
             gated = _gate_clamped(self._config.gate_clamp, gate, up)
         elif self._config.layer_factors is not None:
@@ -549,6 +555,16 @@ class Decoder:
         else:
             gated = gelu(gate, approximate="tanh").mul_(up)
         return lora.add(index, "down", self._project(gated, (mlp.down,)), gated)
+
+    def _sparse_gates(self, spec: LayerSpec, gate: torch.Tensor) -> torch.Tensor:
+        """Returns the sparse gates by which this rank's share of the down matrix is multiplied. The
+        cutoff follows from the gates of all ranks."""
+        if not self._ranks.share.splits_inputs:
+            return sparse_gates(gate, spec.sparsity)
+        num_inner = spec.inner or self._config.intermediate_size
+        own = self._ranks.share.of(num_inner)
+        whole = sparse_gates(self._ranks.gather(gate, num_inner), spec.sparsity)
+        return whole[:, own.start : own.stop]
 
     def _experts(
         self,
@@ -604,8 +620,15 @@ class Decoder:
         scaled = shares * weights.scales[chosen]
         self._add_chosen(index, experts, weights, normed, chosen, scaled, out)
         shared = self._mlp(index, weights.shared, x, lora)
-        whole = self._norm(out.to(x.dtype), weights.output_norm)
-        return self._norm(shared, weights.shared_output_norm) + whole
+        width = self._config.hidden_size
+        shared = whole_of(self._ranks, width, shared)
+        chosen_sum = out.to(x.dtype)
+        if self._ranks.share.splits_experts:
+            chosen_sum = self._ranks.sum(chosen_sum)
+        else:
+            chosen_sum = whole_of(self._ranks, width, chosen_sum)
+        normed = self._norm(chosen_sum, weights.output_norm)
+        return self._norm(shared, weights.shared_output_norm) + normed
 
     def _zeros_for_experts(self, weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
         num_out = len(weights.mlps[0].down.weight)

@@ -17,7 +17,16 @@ from tandem_kernels.lora import (
     add_lora_of_heads,
 )
 
-ProductName = Literal["qkv", "q_out", "attention_out", "attention_gate", "gate_up", "down"]
+ProductName = Literal[
+    "qkv",
+    "q_out",
+    "attention_out",
+    "attention_gate",
+    "gate_up",
+    "down",
+    "decay_out",
+    "gate_out",
+]
 HeadsName = Literal["latent_keys", "latent_values"]
 
 

@@ -163,6 +163,9 @@ def load_weights(
         final_norm=_moved(final_norm, device),
         output=_moved(output.weight, device),
         output_blocks=_moved(output.blocks, device),
+        per_layer=_moved(builder.per_layer(), device),
+        copies=_moved(builder.copies(), device),
+        head_streams=_moved(builder.head_streams(), device),
     )
 
 

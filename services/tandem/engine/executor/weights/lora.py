@@ -26,7 +26,7 @@ from tandem.errors import AdapterUnavailable
 from tandem.models.checkpoint.expert_names import shared_mlp
 from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta
+from tandem.models.config.linear_attention import GatedDelta, KimiDelta
 from tandem.models.config.model import ModelConfig
 from tandem.models.files import naming
 from tandem.models.lora.adapter import WEIGHTS_FILE, LoraFolder, open_lora
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from tandem.common.adapter import Adapter
 
 Parts = tuple[LoraPart, ...]
-_PRODUCTS = ("qkv", "q_out", "attention_out", "attention_gate", "gate_up", "down")
+_PRODUCTS = (
+    *("qkv", "q_out", "attention_out", "attention_gate", "gate_up", "down"),
+    *("decay_out", "gate_out"),
+)
 _STATE_OUT = "linear_attn.out_proj"
 
 
@@ -62,6 +65,9 @@ class LoraLayer:
     gate_up: Parts
     down: Parts
     attention_gate: Parts = ()
+    # The second matrices of decays and of output gates, for Kimi Delta Attention only.
+    decay_out: Parts = ()
+    gate_out: Parts = ()
     # The fields from here on are for latent attention only.
     q_out: Parts = ()
     latent_keys: LoraHeads | None = None
@@ -129,7 +135,7 @@ def make_layers(
             a, b = found
             if matrix.rows is not None:
                 b = b[matrix.rows]
-            elif matrix.name in rotated:
+            elif matrix.name in rotated and config.layers[layer].has_attention:
                 b = rotated[matrix.name].in_halves(b)
             a = torch.nn.functional.pad(a, matrix.num_inputs_around)
             made.append(LoraPart(matrix.first, on_device(a), on_device(b)))
@@ -179,6 +185,9 @@ def _matrices(config: ModelConfig, spec: LayerSpec) -> dict[str, list[_Matrix]]:
     shapes = layer_shapes(config, spec)
     orders = rotary_rows(config, spec)
     products: dict[str, list[_Matrix]] = {"q_out": [_Matrix("self_attn.q_b_proj")]}
+    if isinstance(spec.linear, KimiDelta):
+        products["decay_out"] = [_Matrix("self_attn.f_b_proj")]
+        products["gate_out"] = [_Matrix("self_attn.g_b_proj")]
     if config.has_attention_gates and spec.has_attention:
         orders["self_attn.q_proj"], of_gates = query_and_gate_rows(config, spec.rope)
         products["attention_gate"] = [_Matrix("self_attn.q_proj", rows=of_gates)]
@@ -227,6 +236,8 @@ def _state_names(spec: LayerSpec) -> list[str]:
     outputs (`LayerWeights.qkv`)."""
     if spec.linear is None:
         return []
+    if isinstance(spec.linear, KimiDelta):
+        return [f"self_attn.{part}_proj" for part in (*"qkvb", "f_a", "g_a")]
     parts = ["in_proj"]
     if isinstance(spec.linear, GatedDelta):
         parts = {

@@ -14,6 +14,13 @@ states                     the matrices, channels and factors of its own heads. 
 gates of attention         those of its own heads
 latent attention           the matrices of its own heads, and all of the matrices that compute
                            the latents
+indexers                   all of those that choose tokens. Of those that choose blocks for each
+                           KV head, the queries of the rank's own KV heads
+compressed attention       the queries and output groups of its own heads, and all of the matrices
+                           that compute latents, keys and entries
+copies of the residual     all
+stream, embeddings for
+each layer
 norms, routers of experts  all
 """
 
@@ -29,16 +36,19 @@ import torch
 from tandem.engine.cache.layout.rank_heads import RankHeads
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
+    IndexerWeights,
     LatentWeights,
     LayerWeights,
     Linear,
     Mlp,
+    SharedKvWeights,
     StateWeights,
     joined,
 )
 from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights, Parts
+from tandem.models.config.indexer import Indexer
 from tandem.models.config.layers import LayerSpec
-from tandem.models.config.linear_attention import GatedDelta, LinearAttention, Mamba2
+from tandem.models.config.linear_attention import GatedDelta, KimiDelta, LinearAttention, Mamba2
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.lora import LoraHeads, LoraPart
 
@@ -70,10 +80,18 @@ class Share(NamedTuple):
 
     def config(self, model: ModelConfig) -> ModelConfig:
         """Returns the config of a model with only this rank's heads."""
+
+        def with_own_heads(layer: LayerSpec) -> LayerSpec:
+            if layer.heads is None:
+                return layer
+            num_kv = len(self.kv_heads(layer.heads.num_kv))
+            return replace(layer, heads=replace(layer.heads, num_kv=num_kv))
+
         return replace(
             model,
             num_attention_heads=len(self.of(model.num_attention_heads)),
             num_kv_heads=len(self.kv_heads(model.num_kv_heads)),
+            layers=tuple(map(with_own_heads, model.layers)),
         )
 
 
@@ -105,6 +123,10 @@ def share_of_layer(
     if mlp is not None:
         own_mlp = _experts(mlp, share) if isinstance(mlp, ExpertWeights) else _mlp(mlp, share)
         layer = replace(layer, mlp=own_mlp)
+    if layer.indexer is not None and spec.indexer is not None:
+        layer = replace(layer, indexer=_indexer(layer.indexer, spec.indexer, share))
+    if layer.shared_kv is not None:
+        layer = replace(layer, shared_kv=_shared_kv(layer.shared_kv, config, share))
     return replace(
         layer,
         sinks=None if layer.sinks is None else layer.sinks[heads.start : heads.stop],
@@ -133,10 +155,16 @@ def share_of_lora(weights: LoraWeights, config: ModelConfig, share: Share) -> Lo
             num_inner = spec.experts.shared_inner
         inner = share.of(num_inner)
         gate_up = [inner, _after(num_inner, inner)]
+        of_state = range(0)  # the outputs of this rank's part of the state
+        if spec.linear is not None:
+            per_head = spec.linear.num_outputs // spec.linear.num_heads
+            of_state = _times(share.of(spec.linear.num_heads), per_head)
         return LoraLayer(
             qkv=_lora_rows(whole.qkv, _qkv_outputs(config, spec, share)),
-            q_out=_lora_rows(whole.q_out, [_queries(config, share)]),
+            q_out=_lora_rows(whole.q_out, [_queries(config, spec, share)]),
             attention_gate=_lora_rows(whole.attention_gate, [_times(own, gate_dim)]),
+            decay_out=_lora_rows(whole.decay_out, [of_state]),
+            gate_out=_lora_rows(whole.gate_out, [of_state]),
             attention_out=out(whole.attention_out, _out_inputs(config, spec, share)),
             gate_up=_lora_rows(whole.gate_up, gate_up if config.has_gates else [inner]),
             down=out(whole.down, [inner]),
@@ -205,9 +233,10 @@ def _experts(weights: ExpertWeights, share: Share) -> ExpertWeights:
 
 
 def _latent(weights: LatentWeights, config: ModelConfig, share: Share) -> LatentWeights:
+    assert config.latent is not None
     own = share.of(config.num_attention_heads)
     heads = slice(own.start, own.stop)
-    queries = _queries(config, share)
+    queries = _times(own, config.latent.q_dim)
     return replace(
         weights,
         q_out=None if weights.q_out is None else weights.q_out[queries.start : queries.stop],
@@ -216,9 +245,26 @@ def _latent(weights: LatentWeights, config: ModelConfig, share: Share) -> Latent
     )
 
 
-def _queries(config: ModelConfig, share: Share) -> range:
+def _shared_kv(weights: SharedKvWeights, config: ModelConfig, share: Share) -> SharedKvWeights:
+    groups = share.of(len(weights.out_groups))
+    queries = _times(share.of(config.num_attention_heads), config.head_dim)
+    return replace(
+        weights,
+        q_out=_rows((weights.q_out,), [queries])[0],
+        out_groups=weights.out_groups[groups.start : groups.stop],
+    )
+
+
+def _indexer(weights: IndexerWeights, sizes: Indexer, share: Share) -> IndexerWeights:
+    if sizes.block_size is None:
+        return weights  # All heads of attention have one choice, which each rank computes.
+    own = _times(share.kv_heads(sizes.num_heads), sizes.dim)
+    return replace(weights, queries=weights.queries[own.start : own.stop])
+
+
+def _queries(config: ModelConfig, spec: LayerSpec, share: Share) -> range:
     """Returns the outputs of a rank's heads in the matrix that computes queries."""
-    size = config.head_dim if config.latent is None else config.latent.q_dim
+    size = config.heads_of(spec).dim if config.latent is None else config.latent.q_dim
     return _times(share.of(config.num_attention_heads), size)
 
 
@@ -229,18 +275,27 @@ def _state(weights: StateWeights, sizes: LinearAttention, share: Share) -> State
     def of_heads(numbers: torch.Tensor | None) -> torch.Tensor | None:
         return None if numbers is None else numbers[heads.start : heads.stop]
 
-    norm = weights.norm
+    outputs = _times(heads, sizes.num_outputs // sizes.num_heads)
+
+    def of_outputs(matrix: Linear | None) -> Linear | None:
+        return None if matrix is None else _rows((matrix,), [outputs])[0]
+
+    norm, dt_bias = weights.norm, weights.dt_bias
     if norm is not None and isinstance(sizes, Mamba2) and sizes.num_groups % share.num_ranks == 0:
-        own = _times(heads, sizes.value_dim)
-        norm = norm[own.start : own.stop]
+        norm = norm[outputs.start : outputs.stop]
+    if dt_bias is not None:
+        of_bias = outputs if isinstance(sizes, KimiDelta) else heads
+        dt_bias = dt_bias[of_bias.start : of_bias.stop]
     return replace(
         weights,
         conv=_parts_of(weights.conv, channels),
         conv_bias=None if weights.conv_bias is None else _parts_of(weights.conv_bias, channels),
         a_log=of_heads(weights.a_log),
-        dt_bias=of_heads(weights.dt_bias),
+        dt_bias=dt_bias,
         skip=of_heads(weights.skip),
         norm=norm,
+        decay_out=of_outputs(weights.decay_out),
+        gate_out=of_outputs(weights.gate_out),
     )
 
 
@@ -254,6 +309,9 @@ def _state_outputs(sizes: LinearAttention, share: Share) -> list[range]:
     if isinstance(sizes, GatedDelta):
         nums = [*sizes.sections, sizes.num_outputs, sizes.num_heads, sizes.num_heads]
         return _consecutive(nums, [*channels, outputs, heads, heads])
+    if isinstance(sizes, KimiDelta):
+        nums = [*sizes.sections, sizes.num_heads, sizes.dim, sizes.dim]
+        return _consecutive(nums, [*channels, heads, range(sizes.dim), range(sizes.dim)])
     if isinstance(sizes, Mamba2):
         nums = [sizes.num_outputs, *sizes.sections, sizes.num_heads]
         return _consecutive(nums, [outputs, *channels, heads])
@@ -276,14 +334,20 @@ def _qkv_outputs(config: ModelConfig, spec: LayerSpec, share: Share) -> list[ran
     of_state = [] if spec.linear is None else _state_outputs(spec.linear, share)
     if not spec.has_attention:
         return of_state
-    queries = _queries(config, share)
+    queries = _queries(config, spec, share)
     latent = config.latent
+    if (shared := config.shared_kv) is not None:
+        return [range(shared.q_rank), _after(shared.q_rank, range(config.head_dim))]
     if latent is None:
-        first_key = config.num_attention_heads * config.head_dim
-        first_value = first_key + config.num_kv_heads * config.head_dim
-        kv = _times(share.kv_heads(config.num_kv_heads), config.head_dim)
-        own = [queries, _after(first_key, kv), _after(first_value, kv)]
-        return own + [_after(config.num_qkv, part) for part in of_state]
+        heads = config.heads_of(spec)
+        value_dim = config.value_dim or heads.dim
+        nums = [config.num_attention_heads * heads.dim]
+        own = [queries]
+        if spec.kv_source is None:
+            kv_heads = share.kv_heads(heads.num_kv)
+            nums += [heads.num_kv * heads.dim, heads.num_kv * value_dim]
+            own += [_times(kv_heads, heads.dim), _times(kv_heads, value_dim)]
+        return _consecutive(nums, own) + [_after(sum(nums), part) for part in of_state]
     if latent.q_rank is not None:  # the first matrix computes the latents of queries
         return [range(latent.q_rank), _after(latent.q_rank, range(latent.kv_dim))]
     num_queries = config.num_attention_heads * latent.q_dim
@@ -293,8 +357,12 @@ def _qkv_outputs(config: ModelConfig, spec: LayerSpec, share: Share) -> list[ran
 def _out_inputs(config: ModelConfig, spec: LayerSpec, share: Share) -> list[range]:
     """Returns the inputs of the attention output's matrix that a rank's heads compute: those of
     attention, and then those of the state."""
-    size = config.head_dim if config.latent is None else config.latent.value_dim
+    size = config.value_dim or config.heads_of(spec).dim
+    if config.latent is not None:
+        size = config.latent.value_dim
     own = _times(share.of(config.num_attention_heads), size)
+    if (shared := config.shared_kv) is not None:
+        own = _times(share.of(shared.num_groups), shared.out_rank)
     parts = [own] if spec.has_attention else []
     if spec.linear is not None:
         heads = share.of(spec.linear.num_heads)

@@ -122,6 +122,16 @@ class WorkerTiers:
             self._free_s[tier] = ends_s = max(ends_s, self._free_s[tier]) + seconds[tier]
         return TierRead(choice.first, choice.end, ends_s, seconds, num_blocks, tables)
 
+    def load_for_peer(
+        self, block_hashes: Sequence[bytes], num_held: int, now_s: float
+    ) -> TierRead | None:
+        """Starts the load of a chain's blocks after the first `num_held` ones, for a peer. Returns
+        None if the tiers do not have all of them."""
+        if not self.has_more(block_hashes, len(block_hashes) - 1):
+            return None
+        choice = LoadChoice(num_held, len(block_hashes), False, 0.0, 0.0, 0.0)
+        return self.begin_load(block_hashes, choice, now_s)
+
     def end_load(self, load: TierRead) -> dict[str, int]:
         """Ends a load. Returns a dict: tier name -> number of blocks that were loaded from this
         tier."""

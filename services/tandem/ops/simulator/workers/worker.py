@@ -404,6 +404,43 @@ class SimulatedWorker:
         self._report_tier_events()
         return choice
 
+    def load_for_peer(self, block_hashes: Sequence[bytes]) -> float | None:
+        """Starts to load blocks from tiers into the KV cache, so that a peer can pull them. Returns
+        the seconds until they are there. Returns None if the worker does not load them, because the
+        tiers or the KV cache have changed."""
+        if self.tiers is None:
+            return None
+        cached = self.cache.num_cached(block_hashes)
+        num_missing = len(block_hashes) - cached
+        if not num_missing:
+            return 0.0
+        load = self.tiers.load_for_peer(block_hashes, cached, self._clock.now_s)
+        removed = None
+        if load is not None:
+            removed = self.cache.reserve(block_hashes[:cached], num_missing)
+            if removed is None:
+                self.tiers.release_load(load)
+        self._report_tier_events()
+        if load is None or removed is None:
+            return None
+        if removed:
+            self._listener.blocks_changed(self, (), removed)
+        self._clock.at(load.ends_s, self._end_peer_load, block_hashes, cached, load, self.epoch)
+        return load.ends_s - self._clock.now_s
+
+    def _end_peer_load(
+        self, block_hashes: Sequence[bytes], cached: int, load: TierRead, epoch: int
+    ) -> None:
+        assert self.tiers is not None
+        self.tiers.end_load(load)
+        if not self.is_up or epoch != self.epoch:
+            return
+        stored = self.cache.store(block_hashes[cached:])
+        if stored:
+            self._listener.blocks_changed(self, stored, ())
+        self.cache.release(block_hashes, 0)
+        self._settle()
+
     def _begin_load(self, task: Task, choice: LoadChoice) -> None:
         assert self.tiers is not None
         load = self.tiers.begin_load(task.hashes, choice, self._clock.now_s)

@@ -64,16 +64,18 @@ class PrefillCandidate(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., load_s: _Optional[float] = ...) -> None: ...
 
 class PrefixHolder(_message.Message):
-    __slots__ = ("worker_id", "epoch", "address", "num_blocks")
+    __slots__ = ("worker_id", "epoch", "address", "num_blocks", "load_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     address: str
     num_blocks: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    load_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., address: _Optional[str] = ..., num_blocks: _Optional[int] = ..., load_s: _Optional[float] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest", "path", "rank", "added_at")
@@ -412,20 +414,22 @@ class StartPrefill(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., request_id: _Optional[str] = ..., input: _Optional[_Union[SequenceInput, _Mapping]] = ..., first_missing_block: _Optional[int] = ..., consumer_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., rate: _Optional[_Union[PairRate, _Mapping]] = ..., prefix_holders: _Optional[_Iterable[_Union[PrefixHolder, _Mapping]]] = ..., verify_every: _Optional[int] = ..., trace: _Optional[_Union[TraceContext, _Mapping]] = ..., first_token_s: _Optional[float] = ..., sent_at_s: _Optional[float] = ...) -> None: ...
 
 class HoldBlocks(_message.Message):
-    __slots__ = ("lease_id", "block_hashes", "first_missing_block", "consumer_worker_id", "transport", "verify_every")
+    __slots__ = ("lease_id", "block_hashes", "first_missing_block", "consumer_worker_id", "transport", "verify_every", "load_s_max")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     FIRST_MISSING_BLOCK_FIELD_NUMBER: _ClassVar[int]
     CONSUMER_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     VERIFY_EVERY_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_MAX_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     first_missing_block: int
     consumer_worker_id: str
     transport: str
     verify_every: int
-    def __init__(self, lease_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., first_missing_block: _Optional[int] = ..., consumer_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., verify_every: _Optional[int] = ...) -> None: ...
+    load_s_max: float
+    def __init__(self, lease_id: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., first_missing_block: _Optional[int] = ..., consumer_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., verify_every: _Optional[int] = ..., load_s_max: _Optional[float] = ...) -> None: ...
 
 class PairRate(_message.Message):
     __slots__ = ("latency_s", "bytes_per_s")
