@@ -116,10 +116,8 @@ def _closed(schema: Any, *, may_close: bool, may_close_definitions: bool) -> Any
 
     is_open = {"additionalProperties", "unevaluatedProperties"}.isdisjoint(made)
     if may_close and is_open and isinstance(listed, dict) and not combines:
-        required = made.get("required")
+        required = made.get("required", [])
         if isinstance(required, list) and all(name in listed for name in required):
-            made["additionalProperties"] = False
-        elif required is None:
             made["additionalProperties"] = False
     # The options of `anyOf` are the whole schema of the value if nothing stands beside them.
     is_choice = may_close and len(combines) == 1 and "properties" not in made
@@ -191,13 +189,14 @@ def _replace_property_names(schema: dict[str, Any]) -> None:
             schema["additionalProperties"] = False
         elif _is_any_name(rule):
             del schema["propertyNames"]
-        elif isinstance(pattern := rule.get("pattern"), str) and not (
-            own or "patternProperties" in schema or rule.keys() - {"type", "pattern"}
+        elif (
+            isinstance(pattern := rule.get("pattern"), str)
+            and not (own or "patternProperties" in schema or rule.keys() - {"type", "pattern"})
+            and not regex_error(pattern)
         ):
-            if not regex_error(pattern):
-                del schema["propertyNames"]
-                schema["patternProperties"] = {pattern: others}
-                schema["additionalProperties"] = False
+            del schema["propertyNames"]
+            schema["patternProperties"] = {pattern: others}
+            schema["additionalProperties"] = False
 
 
 def _is_any_name(rule: Mapping[str, Any]) -> bool:

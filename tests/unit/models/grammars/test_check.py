@@ -82,7 +82,7 @@ BAD: dict[str, tuple[Kind, str, str]] = {
     "no schema": ("json_schema", "[1]", "object"),
     "no JSON": ("json_schema", "{", "cannot be used"),
     "parentheses": ("regex", "(" * 20000 + "a" + ")" * 20000, "regex|nest"),
-    "look-ahead": ("regex", "(?=a)b", "regex"),
+    "look-ahead": ("regex", "(?=a)b", "look-around"),
     "no rule": ("grammar", "root: x", "cannot be used"),
     "no text": ("choice", '["a", ""]', "non-empty"),
     "the stack": ("grammar", f'start: a0\n{RULES}\na3000: "x"', "250 levels deep"),
