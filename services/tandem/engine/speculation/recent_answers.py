@@ -141,8 +141,7 @@ class RecentAnswers:
         at = int(self._newest[value >> (32 - self._bits)])
         if at < self._floor:
             return 0, 0
-        tokens, owners = memoryview(self._tokens), memoryview(self._owners)
-        before = memoryview(self._before)
+        tokens, owners, before = self._tokens.data, self._owners.data, self._before.data
         mask = self._size - 1
         best, best_length = 0, 0
         for _ in range(COMPARED_MAX):
