@@ -18,10 +18,12 @@
       NotNow                409  FAILED_PRECONDITION  an operator's request cannot be met now
       RequestNotFound       404  NOT_FOUND            the id is unknown or no longer recorded
         ResponseNotFound    404  NOT_FOUND            the response is not kept
+          ItemNotFound      404  NOT_FOUND            no kept response has the item
       ThreadNotFound        404  NOT_FOUND            message threads are not kept
       BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
       BodyTooLarge          413  RESOURCE_EXHAUSTED
       NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
+        UnknownCoding       415  INVALID_ARGUMENT     the body is compressed otherwise than by gzip
       QueueFull             429  RESOURCE_EXHAUSTED   a retry may help after `retry_after_s`
         Overloaded          429  RESOURCE_EXHAUSTED   the predicted TTFT is too long
         Returned            429  RESOURCE_EXHAUSTED   returned by its worker to the router; internal

@@ -219,7 +219,7 @@ def test_a_model_has_defaults_of_its_own() -> None:
     [
         *(("temperature", value) for value in (5, -1, "0.6", True)),
         *(("top_k", value) for value in (2.5, False, "20", [])),
-        *(("top_p", value) for value in (0, 1.5, float("nan"))),
+        *(("top_p", value) for value in (-0.1, 1.5, float("nan"))),
         *(("min_p", value) for value in (float("inf"), {})),
         ("repetition_penalty", 0),
     ],

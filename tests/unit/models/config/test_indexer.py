@@ -151,7 +151,6 @@ def test_what_cannot_be_run_is_named(changes: dict[str, Any], message: str) -> N
     [
         ({"kv_dtype": "fp8_e4m3"}, "the KV dtype fp8_e4m3 is not supported for this model: an"),
         ({"kv_dtype": "int8"}, "the KV dtype int8 is not supported for this model: an indexer"),
-        ({"tensor_parallel": 2}, "tensor-parallel is 2; it must be 1 for this model"),
     ],
 )
 def test_settings_that_sparse_attention_refuses(settings: dict[str, Any], message: str) -> None:
