@@ -148,7 +148,6 @@ def test_small_blocks_and_other_dtypes_are_refused(tiny: tuple[ModelFolder, Orac
     for settings, message in [
         ({"block_size": 24}, "block-size is 24; for this model it must be a multiple or a divisor"),
         ({"kv_dtype": "int8"}, "the KV dtype int8 is not supported for this model"),
-        ({"tensor_parallel": 2}, "tensor-parallel is 2; it must be 1 for this model"),
     ]:
         with pytest.raises(ConfigError, match=message):
             make_runner(tiny[0], **settings)

@@ -92,14 +92,6 @@ def test_models_whose_layers_differ_in_their_heads(path: Path) -> None:
         choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, model)
 
 
-def test_several_ranks_of_torch_need_layers_alike(path: Path) -> None:
-    model = model_of("Gemma4ForCausalLM", num_kv_shared_layers=1, sliding_window_pattern=2)
-    config = EngineConfig(model="m", tensor_parallel=2)
-    assert choose_kernels(config, torch.device("cpu"), model) == "native"
-    with pytest.raises(ConfigError, match=r"with the torch kernels it must be 1 .* heads of diff"):
-        choose_kernels(replace(config, kernels="torch"), torch.device("cpu"), model)
-
-
 def test_copies_of_the_residual_stream_are_computed_by_native_kernels_and_torch(
     path: Path,
 ) -> None:

@@ -134,7 +134,12 @@ def test_logits_are_those_of_merged_weights(
 
 @pytest.mark.parametrize("base", ["Q4_1", "fp8"])
 @pytest.mark.parametrize(
-    ("kernels", "numerics"), [("torch", "invariant"), ("torch", "fast"), ("triton", "fast")]
+    ("kernels", "numerics"),
+    [
+        ("torch", "invariant"),
+        ("torch", "fast"),
+        pytest.param("triton", "fast", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_have_shares_of_quantized_matrices(
     base: str, kernels: str, numerics: str, bases: dict[str, Base], tmp_path: Path

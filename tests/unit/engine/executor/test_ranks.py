@@ -266,7 +266,7 @@ def test_two_ranks_on_gpus(kernels: str, ranks_share_gpu: bool, tmp_path: Path) 
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def test_all_ranks_have_written_their_kv_when_the_engine_is_told(
     kernels: str, tmp_path: Path
 ) -> None:
