@@ -148,12 +148,12 @@ BAD_REQUESTS: dict[str, tuple[bytes | dict[str, Any], int, str]] = {
     "empty prompt": ({"prompt": ""}, 400, "prompt"),
     "prompt too long": ({"prompt": [1] * 9000}, 400, "8192"),
     "max_tokens 0": ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
-    "max_tokens too large": ({"prompt": "a", "max_tokens": 9000}, 400, "8192"),
+    "negative max_tokens": ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
     "temperature": ({"prompt": "a", "temperature": 2.5}, 400, "temperature"),
     "10 MB body": (b'{"prompt": "' + b"a" * 10_000_000 + b'"}', 413, "bytes"),
     "penalty": ({"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty"),
     "bias of no token": ({"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
-    "too many log probabilities": ({"prompt": "a", "logprobs": 6}, 400, "logprobs"),
+    "too many log probabilities": ({"prompt": "a", "logprobs": 21}, 400, "logprobs"),
     "never fits": ({"prompt": [5] * 6000, "max_tokens": 2000}, 400, "KV pool"),
 }
 
