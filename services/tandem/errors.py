@@ -35,6 +35,7 @@
       CompilerBusy          503  UNAVAILABLE          the request's grammar cannot be checked now
       KeysUnknown           503  UNAVAILABLE          the router could not read the API keys
       UsageUnknown          503  UNAVAILABLE          usage cannot be read without Redis
+      ResponseNotDeleted    503  UNAVAILABLE          Redis is away, and still has the response
       TokenizerLate         503  UNAVAILABLE          the tokenizer took too long and was killed
       ScaleAway             503  UNAVAILABLE          the scaler (controller or Kubernetes) is away
       WorkerLost            503  UNAVAILABLE          the worker ended, hung or is unreachable
@@ -200,6 +201,11 @@ class KeysUnknown(TandemError, code="keys_unknown", http=503, grpc="UNAVAILABLE"
 
 
 class UsageUnknown(TandemError, code="usage_unknown", http=503, grpc="UNAVAILABLE"): ...
+
+
+class ResponseNotDeleted(
+    TandemError, code="response_not_deleted", http=503, grpc="UNAVAILABLE"
+): ...
 
 
 class TokenizerLate(TandemError, code="tokenizer_late", http=503, grpc="UNAVAILABLE"): ...

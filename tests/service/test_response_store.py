@@ -13,12 +13,20 @@ from tandem.api.responses import shared
 from tandem.api.responses.kept import KeptResponse
 from tandem.api.responses.store import ResponseStore, input_item_id
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
-from tandem.errors import BadRequest, ItemNotFound, PreviousResponseNotFound, ResponseNotFound
+from tandem.errors import (
+    BadRequest,
+    BodyTooLarge,
+    ItemNotFound,
+    PreviousResponseNotFound,
+    ResponseNotDeleted,
+    ResponseNotFound,
+)
 from tandem.net.store.client import Client, connect
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio]
 
 LARGE = 4 << 20
+BODY = 100_000
 UNREACHABLE = "redis://127.0.0.1:1"
 
 
@@ -32,6 +40,10 @@ async def redis(redis_server: EmbeddedRedis) -> AsyncIterator[Client]:
 @pytest.fixture
 def cluster() -> str:
     return f"test-{uuid.uuid4().hex[:12]}"
+
+
+def make_store(redis: Client, cluster: str, num_max: int) -> ResponseStore:
+    return ResponseStore(redis, cluster, num_max, body_bytes_max=BODY)
 
 
 def made(tenant: str, text: str = "x") -> tuple[str, KeptResponse]:
@@ -61,7 +73,7 @@ async def num_found(store: ResponseStore, tenant: str, names: list[str]) -> int:
 
 
 async def test_routers_share_what_they_keep(redis: Client, cluster: str) -> None:
-    one, other = (ResponseStore(redis, cluster, 10) for _ in range(2))
+    one, other = (make_store(redis, cluster, 10) for _ in range(2))
     name = await keep(one, "a", "hello")
     assert (await other.messages_of(name, "a"))[1]["content"] == "hello"
     for tenant in ("", "b"):
@@ -83,7 +95,7 @@ async def test_routers_share_what_they_keep(redis: Client, cluster: str) -> None
 
 
 async def test_a_tenant_with_many_responses_pushes_out_its_own(redis: Client, cluster: str) -> None:
-    store, reader = (ResponseStore(redis, cluster, 10) for _ in range(2))
+    store, reader = (make_store(redis, cluster, 10) for _ in range(2))
     first = [await keep(store, tenant) for tenant in ("b", "")]
     names = [await keep(store, "a") for _ in range(40)]
     assert await num_found(reader, "b", first[:1]) == await num_found(reader, "", first[1:]) == 1
@@ -91,7 +103,7 @@ async def test_a_tenant_with_many_responses_pushes_out_its_own(redis: Client, cl
 
 
 async def test_large_responses_push_out_their_tenants_own(redis: Client, cluster: str) -> None:
-    store, reader = (ResponseStore(redis, cluster, 100) for _ in range(2))
+    store, reader = (make_store(redis, cluster, 100) for _ in range(2))
     first = await keep(store, "b")
     names = [await keep(store, "a", "y" * LARGE) for _ in range(8)]
     assert await num_found(reader, "b", [first]) == 1
@@ -102,14 +114,14 @@ async def test_large_responses_push_out_their_tenants_own(redis: Client, cluster
 
 
 async def test_nothing_stays_for_ever(redis: Client, cluster: str) -> None:
-    await keep(ResponseStore(redis, cluster, 10), "a")
+    await keep(make_store(redis, cluster, 10), "a")
     for key in await redis.keys(f"*{cluster}*"):
         assert 0 < await redis.ttl(key) <= shared._KEPT_S
 
 
 async def test_a_router_has_its_own_while_redis_is_away(cluster: str) -> None:
     away = connect(UNREACHABLE)
-    store = ResponseStore(away, cluster, 10)
+    store = make_store(away, cluster, 10)
     name = await keep(store, "a")
     assert (await store.find(name, "a")).tenant == "a"
     with pytest.raises(ResponseNotFound):
@@ -121,7 +133,7 @@ async def test_a_router_has_its_own_while_redis_is_away(cluster: str) -> None:
 
 
 async def test_references_become_the_items_that_they_name(redis: Client, cluster: str) -> None:
-    store = ResponseStore(redis, cluster, 300)
+    store = make_store(redis, cluster, 300)
     name = (await keep(store, "a", "hello")).removeprefix("resp_")
     said, asked = f"msg_{name}_0", f"msg_{name}_in0"
     new = {"role": "user", "content": "go on"}
@@ -148,5 +160,37 @@ async def test_references_become_the_items_that_they_name(redis: Client, cluster
         assert str(plain) == before
     names = [(await keep(store, "a")).removeprefix("resp_") for _ in range(257)]
     many = {"input": [{"id": f"msg_{each}_0"} for each in names]}
-    with pytest.raises(BadRequest, match="more than 256 responses"):
+    with pytest.raises(BadRequest, match="too many or too large responses"):
         await store.put_items(many, "a")
+
+
+async def test_what_references_stand_for_is_bounded(redis: Client, cluster: str) -> None:
+    store = make_store(redis, cluster, 300)
+    name = (await keep(store, "a", "y" * 60_000)).removeprefix("resp_")
+    other = (await keep(store, "a", "y" * 60_000)).removeprefix("resp_")
+    with pytest.raises(BadRequest, match="Duplicate item found"):
+        await store.put_items({"input": [{"id": f"msg_{name}_0"}] * 2}, "a")
+    with pytest.raises(BodyTooLarge, match="100000 bytes together"):
+        await store.put_items({"input": [{"id": f"msg_{each}_0"} for each in (name, other)]}, "a")
+    names = [(await keep(store, "a", "y" * 60_000)).removeprefix("resp_") for _ in range(7)]
+    with pytest.raises(BadRequest, match="too large responses"):
+        await store.put_items({"input": [{"id": f"msg_{each}_in0"} for each in names]}, "a")
+
+
+async def test_a_response_that_redis_has_is_not_deleted_while_redis_is_away(
+    redis: Client, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(redis, cluster, 10)
+    name = await keep(store, "a")
+    away = connect(UNREACHABLE)
+    with monkeypatch.context() as patch:
+        patch.setattr(store._shared, "_redis", away)
+        with pytest.raises(ResponseNotDeleted) as refused:
+            await store.delete(name, "a")
+        assert (refused.value.http_status, refused.value.retry_after_whole_s) == (503, 1)
+        assert (await store.find(name, "a")).tenant == "a"
+    await store.delete(name, "a")
+    for each in (store, make_store(redis, cluster, 10)):
+        with pytest.raises(ResponseNotFound):
+            await each.find(name, "a")
+    await away.aclose()

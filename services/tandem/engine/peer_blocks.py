@@ -39,6 +39,7 @@ from tandem.errors import InternalError
 # none is needed.
 _ROOT_UNKNOWN = b""
 # Blocks that were loaded for peers take at most this part of the pool, until the peers have them.
+# The blocks of a load that was given up count as long as the load may write to them.
 _SHARE_MAX = 0.5
 # A load for a peer is given up after this multiple of the time that the peer allows for it, but not
 # before `_PATIENCE_MIN_S` seconds. The first block of a load may take much longer than the others.
@@ -212,7 +213,8 @@ class PeerBlocks:
                 self._tiers.decline()
             return depth
         num_loaded = sum(chain.num_loaded_blocks for chain in self._chains.values())
-        share = int(_SHARE_MAX * self._kv.pools[0].num_blocks) - num_loaded
+        num_taken = num_loaded + self._tiers.num_fenced
+        share = int(_SHARE_MAX * self._kv.pools[0].num_blocks) - num_taken
         most = min(in_time[0], depth + share)
         end = self._kv.room_for_load(hashes, depth, most, self._spare())
         if self._kv.has_windows and end < len(hashes):

@@ -64,6 +64,11 @@ class KeptResponse:
         return [*msgspec.json.decode(self.body)["output"], *sent]
 
     @property
+    def items_bytes(self) -> int:
+        """The bytes from which `items` is read."""
+        return len(self.body) + len(self.input_items)
+
+    @property
     def num_bytes(self) -> int:
         return len(self.body) + len(self.messages) + len(self.input_items)
 

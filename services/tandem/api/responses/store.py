@@ -6,17 +6,33 @@ reached, a router has those that it made itself.
 
 import logging
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from tandem.api.responses.kept import KeptResponse, KeptResponses
 from tandem.api.responses.shared import SharedResponses
-from tandem.errors import BadRequest, ItemNotFound, PreviousResponseNotFound, ResponseNotFound
+from tandem.errors import (
+    BadRequest,
+    BodyTooLarge,
+    ItemNotFound,
+    PreviousResponseNotFound,
+    ResponseNotDeleted,
+    ResponseNotFound,
+)
 from tandem.net.store.client import UNREACHABLE, UNREADABLE, Client
 
 log = logging.getLogger(__name__)
 
+_RETRY_AFTER_S = 1.0
+# After Redis has not answered, responses are looked for in this router only, for this time.
+# Otherwise a request that refers to many responses would wait for each of them.
+_AWAY_S = 1.0
 _REFERRED_MAX = 256  # one request may refer to the items of this many responses
+# The responses to which one request refers may have this many times the bytes of the largest body.
+_READ_FACTOR = 4
 # The id of an item has the id of its request, which the id of the response has, too.
 _ITEM_ID = re.compile("[a-z]{2,4}_([0-9a-f]{32})_(in)?[0-9]{1,6}")
 
@@ -29,12 +45,15 @@ def input_item_id(prefix: str, request_id: str, index: int) -> str:
 class ResponseStore:
     """The latest `num_max` responses of a cluster."""
 
-    def __init__(self, redis: Client, cluster_id: str, num_max: int) -> None:
+    def __init__(self, redis: Client, cluster_id: str, num_max: int, body_bytes_max: int) -> None:
+        """`body_bytes_max` is the limit of a request's body."""
         self._num_max = num_max
+        self._body_bytes_max = body_bytes_max
         self._own = KeptResponses(num_max)
         self._shared = SharedResponses(redis, cluster_id, num_max)
         # ids of own responses that are not in Redis, because it could not be reached
         self._unshared: set[str] = set()
+        self._away_until = 0.0
 
     @property
     def is_on(self) -> bool:
@@ -72,13 +91,20 @@ class ResponseStore:
             raise PreviousResponseNotFound(error.message, param="previous_response_id") from None
 
     async def delete(self, response_id: str, tenant: str) -> None:
-        """Deletes a response of the tenant. Raises ResponseNotFound."""
+        """Deletes a response of the tenant. Raises ResponseNotFound, and ResponseNotDeleted if
+        Redis may still have the response and does not answer."""
         await self.find(response_id, tenant)
-        self._own.delete(response_id)
         try:
             await self._shared.delete(response_id)
         except UNREACHABLE as error:
-            log.warning("response %s could not be deleted in Redis: %r", response_id, error)
+            if response_id not in self._unshared:
+                log.warning("response %s could not be deleted in Redis: %r", response_id, error)
+                raise ResponseNotDeleted(
+                    f"response {response_id[:80]!r} is not deleted, because the router cannot "
+                    "reach Redis, which has it; try again later",
+                    retry_after_s=_RETRY_AFTER_S,
+                ) from error
+        self._own.delete(response_id)
 
     async def is_of_another(self, response_id: str, tenant: str) -> bool:
         """Returns True if another tenant has a kept response with this id."""
@@ -87,29 +113,41 @@ class ResponseStore:
 
     async def put_items(self, body: dict[str, Any], tenant: str) -> None:
         """Replaces each `item_reference` in the input of a body by the item of a kept response.
-        Raises ItemNotFound if the tenant has no such item, and BadRequest for too many."""
+        Raises ItemNotFound if the tenant has no such item. Raises BadRequest for an item that is
+        named twice, for too many responses, and if the items make the body too large."""
         items = body.get("input")
         if not isinstance(items, list) or not any(map(_is_reference, items)):
             return
         kept: dict[str, dict[str, Any]] = {}  # item id -> item, of all responses that were read
         read: set[str] = set()  # ids of these responses
-        put = []
-        for item in items:
+        put: set[str] = set()  # ids of the items that were put
+        left = _READ_FACTOR * self._body_bytes_max  # bytes of responses that may still be read
+        room = self._body_bytes_max  # bytes that the items may still have
+        for place, item in enumerate(items):
             if not _is_reference(item):
-                put.append(item)
                 continue
             item_id = item["id"]
+            if item_id in put:
+                # These are OpenAI's first words, too.
+                raise BadRequest(
+                    f"Duplicate item found with id {item_id[:80]!r}. Name each item once",
+                    param="input",
+                )
+            put.add(item_id)
             made_in = _ITEM_ID.fullmatch(item_id)
             response_id = f"resp_{made_in[1]}" if made_in else ""
             if response_id and response_id not in read:
-                if len(read) == _REFERRED_MAX:
-                    raise BadRequest(
-                        f"input refers to items of more than {_REFERRED_MAX} responses",
-                        param="input",
-                    )
                 read.add(response_id)
                 found = await self._find(response_id)
                 if found is not None and found.tenant == tenant:
+                    left -= found.items_bytes
+                    if len(read) > _REFERRED_MAX or left < 0:
+                        raise BadRequest(
+                            "input refers to items of too many or too large responses; one request "
+                            f"may refer to {_REFERRED_MAX} responses with "
+                            f"{_READ_FACTOR * self._body_bytes_max} bytes together",
+                            param="input",
+                        )
                     kept |= {each["id"]: each for each in found.items}
             if item_id not in kept:
                 # These are OpenAI's first words, too.
@@ -117,14 +155,22 @@ class ResponseStore:
                     f"Item with id {item_id[:80]!r} not found. {self._keeps}. Send the item itself",
                     param="input",
                 )
-            put.append(kept[item_id])
-        body["input"] = put
+            room -= len(msgspec.json.encode(kept[item_id]))
+            if room < 0:
+                raise BodyTooLarge(
+                    f"the items to which input refers must have at most {self._body_bytes_max} "
+                    "bytes together, which is the limit of a body"
+                )
+            items[place] = kept[item_id]
 
     async def _find(self, response_id: str) -> KeptResponse | None:
+        if time.monotonic() < self._away_until:
+            return self._own.find(response_id)
         try:
             found = await self._shared.find(response_id)
         except (*UNREACHABLE, *UNREADABLE) as error:
             log.warning("response %s is looked for in this router only: %r", response_id, error)
+            self._away_until = time.monotonic() + _AWAY_S
             return self._own.find(response_id)
         if found is None and response_id in self._unshared:
             return self._own.find(response_id)

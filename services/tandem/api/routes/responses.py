@@ -34,7 +34,9 @@ def add_response_routes(
 ) -> None:
     """Adds `POST /v1/responses`, and the routes that read or delete a kept response."""
     config = routes.config
-    store = ResponseStore(redis, config.cluster.cluster_id, config.responses_kept)
+    store = ResponseStore(
+        redis, config.cluster.cluster_id, config.responses_kept, config.body_bytes_max
+    )
 
     @app.post(_PATH, **generation_route(ResponsesBody))
     async def responses(request: Request) -> Response:

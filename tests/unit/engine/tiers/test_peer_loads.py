@@ -219,10 +219,10 @@ def test_a_block_that_cannot_be_read_ends_the_load() -> None:
 class HeldThreads:
     """An engine whose tiers' threads wait for `run`, and its clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 16) -> None:
         self.threads: list[HeldThread] = []
         self.now = 1.0
-        self.engine, _ = make_engine(num_blocks=16, start_thread=self._start, **HOST)
+        self.engine, _ = make_engine(num_blocks=num_blocks, start_thread=self._start, **HOST)
         self.engine._tiers.clock = lambda: self.now
         self.engine.add(make_spec("first", PROMPT))
         self.run()
@@ -270,6 +270,24 @@ def test_a_load_that_takes_too_long_is_given_up() -> None:
     engine.close()
 
 
+def test_blocks_of_loads_that_were_given_up_count_in_the_share_of_peers() -> None:
+    """A slow tier does not take one half of the pool after the other."""
+    rig = HeldThreads()
+    engine = rig.engine
+    for name in "abcd":
+        engine.hold_prefix(name, hashes(engine), 0, 10.0)
+        rig.now += 20.1
+        rig.steps()
+        assert engine.stats().blocks_leaving <= 8  # of 16
+    engine.add(make_spec("new", [7] * 9, max_tokens=2))
+    assert "new" in rig.steps().ends
+    for name in "abcd":
+        engine.remove(name)
+    rig.run()
+    check_idle(engine)
+    engine.close()
+
+
 def test_a_peer_that_leaves_cancels_its_load() -> None:
     rig = HeldThreads()
     engine = rig.engine
@@ -302,7 +320,7 @@ def test_peers_that_want_the_same_blocks_share_a_load() -> None:
 
 
 def test_a_peer_goes_on_where_the_one_it_waited_for_has_left() -> None:
-    rig = HeldThreads()
+    rig = HeldThreads(num_blocks=24)
     engine = rig.engine
     for name in ("one", "two"):
         engine.hold_prefix(name, hashes(engine), 0, LONG_S)
