@@ -219,6 +219,7 @@ inline int draw_row(const Draw& draw, float* blocks, Ranked* ranked, double* sum
         return id;
     }
     Mass mass = mass_of(draw.logits, draw.num, weighing, draw.min_p);
+    mass.num = std::max(mass.num, 1);  // rounding may put the most likely token below min_p
     const bool has_top_k = 0 < draw.top_k && draw.top_k < mass.num;
     if (has_top_k) mass.num = draw.top_k;
     ranking.rank_first(has_top_k ? mass.num : std::min(kHead, mass.num), weighing);

@@ -613,7 +613,7 @@ class Library:
         fields = [
             (
                 *(address(row), draw.top_p, uniform(draw.seed, draw.position)),
-                *(draw.temperature, draw.min_p, len(row), draw.top_k),
+                *(draw.temperature, draw.min_p, len(row), min(draw.top_k, len(row))),
             )
             for row, draw in zip(rows, draws, strict=True)
         ]

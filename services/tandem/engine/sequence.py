@@ -54,6 +54,7 @@ from typing import TYPE_CHECKING
 
 from tandem.common.block_hash import block_hash, hash_blocks
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
+from tandem.common.config.engine import FORCED_MAX
 from tandem.common.prompt_image import PromptImage, image_marks
 from tandem.engine.cache.block_copy import NO_PART, BlockCopy, BlockPart
 from tandem.engine.cache.block_table import BlockTables
@@ -448,8 +449,9 @@ class Sequence:
         proposal = self.drafter.propose(self.token_ids)
         if self.checkpoints is not None:
             # A step ends where states are frozen. It has no whole inner chunk, which kernels would
-            # compute with other bits than single tokens.
-            most = min(self.next_checkpoint - self.num_tokens, INNER_CHUNK - 2)
+            # compute with other bits than single tokens. Neither has a step that computes accepted
+            # tokens again, and with them tokens that a grammar forces.
+            most = min(self.next_checkpoint - self.num_tokens, INNER_CHUNK - 2 - FORCED_MAX)
             proposal = proposal.first(max(0, most))
         if self.grammar is not None and proposal.token_ids:
             return proposal.first(self.grammar.count_allowed(proposal.token_ids))

@@ -297,7 +297,6 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
         (of_user(IMAGE), "takes text only"),
         (of_user({**IMAGE, "source": {"type": "url", "url": "http://a/b.png"}}), "not fetched"),
         (of_user({"type": "wings"}), "'wings'"),
-        (of_user({"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}), "'image'"),
         (of_user({"type": "tool_result"}), "tool_use_id"),
         (of_user({"type": "thinking", "thinking": ""}), "in a message of the role user"),
         (of_user(), "content"),
@@ -469,6 +468,53 @@ async def test_what_anthropics_servers_did_is_left_out(router: RunningRouter) ->
     assert prompt.count("<|im_start|>assistant\nRome?<|im_end|>") == 1
     assert prompt.count("<|im_start|>assistant") == 2
     assert "get_weather" in prompt
+
+
+async def test_images_in_the_results_of_tools_are_left_out(router: RunningRouter) -> None:
+    says(router, "Hi!")
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    image = {"type": "image", "source": source}
+    called = {"type": "tool_use", "id": "t", "name": "see", "input": {}}
+    history = [
+        *ASKED,
+        {"role": "assistant", "content": [called]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t", "content": [image]}],
+        },
+    ]
+    answer = await router.http.post(
+        "/v1/messages", json={"model": "tiny", "max_tokens": 9, "messages": history}
+    )
+    assert answer.status_code == 200, answer.text
+    assert "messages.tool_result.image" in answer.headers["warning"]
+    assert "An image was left out" in prompt_of(router)
+
+
+@pytest.mark.parametrize("levels", [300, 700, 850, 900, 950, 980, 990, 1000, 1100])
+async def test_no_depth_of_a_body_is_an_error_of_the_router(
+    router: RunningRouter, levels: int
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    schema = {"type": "json_schema", "schema": "DEEP"}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": "DEEP"}}
+    function = {"type": "function", "function": {"name": "f", "parameters": "DEEP"}}
+    tool = {"name": "f", "input_schema": "DEEP"}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("messages", {**chat, "max_tokens": 9, "output_config": {"format": schema}}),
+        ("messages", {**chat, "max_tokens": 9, "tools": [tool], "tool_choice": {"type": "any"}}),
+        ("chat/completions", {**chat, "response_format": named}),
+        ("chat/completions", {**chat, "guided_json": "DEEP"}),
+        ("chat/completions", {**chat, "tools": [function], "tool_choice": "required"}),
+        ("responses", {"input": "x", "text": {"format": {**schema, "name": "x"}}}),
+    ]
+    for path, body in bodies:
+        deep = '{"a":' * levels + "{}" + "}" * levels
+        sent = json.dumps({"model": "tiny", **body}).replace('"DEEP"', deep)
+        answer = await router.http.post(
+            f"/v1/{path}", content=sent, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400, (path, answer.text)
 
 
 BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.1a2; x=y;"}

@@ -330,6 +330,7 @@ NO_SCHEMA = {
 }
 
 
+TWICE = {"type": "function", "name": "twice", "parameters": {"type": "object"}}
 PDF = {"type": "input_file", "file_data": "data:application/pdf;base64,AAAA"}
 
 
@@ -337,7 +338,7 @@ PDF = {"type": "input_file", "file_data": "data:application/pdf;base64,AAAA"}
     ("field", "value", "says_what"),
     [
         ("input", [IMAGE], "takes text only"),
-        ("input", [{"type": "shell_call", "id": "x"}], "'shell_call'"),
+        ("input", [{"type": "teleport_call", "id": "x"}], "'teleport_call'"),
         ("input", [{"role": "user", "content": [PDF]}], "application/pdf"),
         ("input", [{"type": "function_call", "name": "f"}], "call_id"),
         ("input", [], "input must be"),
@@ -348,6 +349,8 @@ PDF = {"type": "input_file", "file_data": "data:application/pdf;base64,AAAA"}
         ("tools", [{"type": "namespace", "name": "n", "tools": [{}]}], "tools.0.namespace.tools"),
         ("tools", [{"type": "web_search"}, "web_search"], "tools is not valid"),
         ("tools", {"type": "web_search"}, "tools is not valid"),
+        ("tools", [TWICE, {"type": "custom", "name": "twice"}], "two functions with the name"),
+        ("tools", [{"type": "namespace", "name": "n", "tools": [TWICE, TWICE]}], "two functions"),
         ("tool_choice", {"type": "web_search"}, "tool_choice"),
         ("tool_choice", "required", "the request has no tools"),
         ("background", True, "background is not supported"),
@@ -372,6 +375,29 @@ async def test_each_refusal_names_the_field(
     assert raised.value.param == field
     assert says_what in raised.value.message
     assert not router.submitted
+
+
+async def test_null_in_an_object_means_absent(router: RunningRouter) -> None:
+    says(router, "Hi!")
+    body = {"input": "x", "text": {"format": None}, "reasoning": {"effort": None}}
+    assert (await router.http.post("/v1/responses", json=body)).status_code == 200
+
+
+async def test_images_in_outputs_and_calls_of_a_shell_are_left_out(router: RunningRouter) -> None:
+    says(router, "Hi!")
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "reasoning", "id": "rs_1", "summary": None},
+        {"type": "local_shell_call", "id": "x"},
+        {"type": "function_call", "call_id": "c", "name": "see", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [image]},
+    ]
+    answer = await router.http.post("/v1/responses", json={"input": items})
+    assert answer.status_code == 200, answer.text
+    left_out = "input.local_shell_call, input.function_call_output.input_image"
+    assert left_out in answer.headers["warning"]
+    assert "An image was left out" in prompt_of(router)
 
 
 HOSTED: list[Any] = [

@@ -28,7 +28,7 @@ from tandem.api.openai.files import decode_text
 from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.requests import parse_chat, validate
 from tandem.api.openai.structured import Strict
-from tandem.api.openai.tools import arguments_of, drop_tools, kind_of
+from tandem.api.openai.tools import IMAGE_LEFT_OUT, arguments_of, drop_tools, kind_of
 from tandem.common.printable import shorten
 from tandem.common.retention import PRIORITY_DEFAULT
 from tandem.errors import BadRequest, ThreadNotFound
@@ -517,8 +517,11 @@ class CountTokensBody(Strict):
             if isinstance(content, list):
                 blocks = [block for block in content if not _is_left_out(block)]
                 dropped += [f"messages.{block['type']}" for block in content if _is_left_out(block)]
-                if any(isinstance(b, dict) and b.pop("citations", None) for b in blocks):
-                    dropped.append("messages.citations")
+                for block in blocks:
+                    if isinstance(block, dict) and block.pop("citations", None):
+                        dropped.append("messages.citations")
+                    if _leave_out_images(block):
+                        dropped.append("messages.tool_result.image")
                 if content and not blocks:
                     continue
                 message["content"] = blocks
@@ -641,6 +644,18 @@ def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
 def _is_left_out(block: object) -> bool:
     kind = kind_of(block) or ""
     return kind in _LEFT_OUT or (kind.endswith(_SERVER_RESULT) and kind != _SERVER_RESULT[1:])
+
+
+def _leave_out_images(block: object) -> bool:
+    """Replaces the images in a tool's result by a text. Returns whether there were any."""
+    if kind_of(block) != "tool_result" or not isinstance(block, dict):
+        return False
+    content = block.get("content")
+    if not isinstance(content, list) or all(kind_of(part) != "image" for part in content):
+        return False
+    shown = [part for part in content if kind_of(part) != "image"]
+    block["content"] = [*shown, {"type": "text", "text": IMAGE_LEFT_OUT}]
+    return True
 
 
 def _is_marked(part: object) -> bool:

@@ -26,6 +26,7 @@ DISCARD_BYTES_MAX = 64 << 20
 # bodies). The limits on connections are enough for them, because a connection needs this much
 # memory anyway.
 _FREE_BYTES = 64 << 10
+TOO_DEEP = "the body must be a JSON object with fewer levels: it is nested too deeply"
 _GZIP = ("gzip", "x-gzip")  # x-gzip is the old name of gzip (RFC 9110, 8.4.1.3)
 _GZIP_WINDOW_BITS = 31  # zlib: a gzip header, and the largest window
 _MEMBERS_MAX = 64  # a gzip body may have several members, and each costs time
@@ -74,9 +75,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise BadRequest(f"the body must be a JSON object: {error}") from None
     except RecursionError:
-        raise BadRequest(
-            "the body must be a JSON object with fewer levels: it is nested too deeply"
-        ) from None
+        raise BadRequest(TOO_DEEP) from None
     if not isinstance(value, dict):
         raise BadRequest(f"the body must be a JSON object, not {_json_type(value)}")
     return value
@@ -94,6 +93,8 @@ class Gunzip:
         small body cannot fill the memory. Raises BadRequest if the data is not gzip."""
         is_full = False  # True: zlib may have more output of the data that it has read
         while data or is_full:
+            if self._member.eof and not (data := data.lstrip(b"\0")):
+                return  # some programs fill up the last block with zeros
             if self._member.eof or not self._num_members:
                 self._num_members += 1
                 self._member = zlib.decompressobj(_GZIP_WINDOW_BITS)

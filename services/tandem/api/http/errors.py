@@ -17,8 +17,9 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from tandem.api.anthropic import errors as anthropic
+from tandem.api.http.body import TOO_DEEP
 from tandem.api.openai import errors as openai
-from tandem.errors import InternalError, TandemError
+from tandem.errors import BadRequest, InternalError, TandemError
 
 
 class JsonResponse(Response):
@@ -64,6 +65,10 @@ def install_handlers(app: FastAPI) -> None:
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # the client has disconnected
 
+    async def on_depth(request: Request, _: Exception) -> Response:
+        # Parsers and encoders call themselves for each level of a body.
+        return error_response(BadRequest(TOO_DEEP), request.scope)
+
     async def on_bug(request: Request, error: Exception) -> Response:
         # The client gets only the type of the exception. Starlette raises the exception again after
         # this response, and the server then logs the whole exception.
@@ -76,6 +81,7 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(TandemError, on_tandem)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientDisconnect, on_gone)
+    app.add_exception_handler(RecursionError, on_depth)
     app.add_exception_handler(Exception, on_bug)
 
 

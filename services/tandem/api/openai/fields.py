@@ -57,15 +57,12 @@ class FieldPolicy:
         return unknown
 
     def acted_on(self, body: Mapping[str, Any], supported: frozenset[str]) -> dict[str, Any]:
-        """Returns the supported fields that are not null. Null means absent, as in OpenAI's API.
-
-        Raises BadRequest, which names the field, for an unknown field and for a refused one.
-        """
+        """Returns the supported fields. Raises BadRequest, which names the field, for an unknown
+        field and for a refused one."""
         kept = {}
         for name, value in body.items():
             if name in supported:
-                if value is not None:
-                    kept[name] = value
+                kept[name] = value
             elif name in self.refused:
                 values = self.refused[name]
                 if not _asks_nothing(value, values):

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tandem.api.openai.fields import CHAT_POLICY, FieldPolicy
 from tandem.errors import BadRequest
@@ -33,6 +33,14 @@ class Strict(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         cls.supported = frozenset(cls.model_fields)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, sent: object) -> object:
+        """Null means absent, as in OpenAI's API."""
+        if not isinstance(sent, dict):
+            return sent
+        return {name: value for name, value in sent.items() if value is not None}
 
     @classmethod
     def leave_out(cls, body: dict[str, Any]) -> list[str]:

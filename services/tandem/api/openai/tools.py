@@ -25,6 +25,8 @@ def _wrong(message: str) -> PydanticCustomError:
 
 # type of the tools whose only argument is text, such as a patch
 CUSTOM = "custom"
+# Stands in a tool's output for an image, because a chat has only texts there.
+IMAGE_LEFT_OUT = "(An image was left out here.)"
 _INPUT = "input"  # name of this argument, where such a tool is a function
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from tandem.api.openai.files import text_of_file
-from tandem.api.openai.tools import arguments_of_input, kind_of
+from tandem.api.openai.tools import IMAGE_LEFT_OUT, arguments_of_input, kind_of
 from tandem.api.responses.tools import ToolName
 
 
@@ -121,31 +121,45 @@ class ReasoningItem(ContentPart):
     """Reasoning of an earlier response. `encrypted_content` of other servers says nothing here."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningPart] = []
+    summary: list[ReasoningPart] | None = None
     content: list[ReasoningPart] | None = None
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.content or self.summary)
+        return "".join(part.text for part in self.content or self.summary or ())
 
 
 _CALLS = ("function_call", "custom_tool_call")
-_KINDS = ("message", *_CALLS, *(f"{kind}_output" for kind in _CALLS), "reasoning")
+_OUTPUTS = tuple(f"{kind}_output" for kind in _CALLS)
+_KINDS = ("message", *_CALLS, *_OUTPUTS, "reasoning")
 # Types of items that say what tools of OpenAI's servers did. They are left out.
 _LEFT_OUT = (
     *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
     *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
-    *("tool_search_call", "tool_search_output"),
+    *("tool_search_call", "tool_search_output", "compaction"),
+    *(
+        f"{kind}_call{end}"
+        for kind in ("computer", "local_shell", "shell", "apply_patch")
+        for end in ("", "_output")
+    ),
 )
 
 
 def leave_out_items(body: dict[str, Any]) -> list[str]:
-    """Removes the items of tools that OpenAI's servers run from a body. Returns their types."""
+    """Removes the items of tools that OpenAI's servers run, and images in the outputs of tools,
+    from a body. Returns what was removed."""
     items = body.get("input")
     if not isinstance(items, list):
         return []
     body["input"] = [item for item in items if kind_of(item) not in _LEFT_OUT]
-    return [str(kind) for item in items if (kind := kind_of(item)) in _LEFT_OUT]
+    dropped = [str(kind) for item in items if (kind := kind_of(item)) in _LEFT_OUT]
+    for item in body["input"]:
+        if kind_of(item) in _OUTPUTS and isinstance(item.get("output"), list):
+            shown = [part for part in item["output"] if kind_of(part) != "input_image"]
+            if len(shown) < len(item["output"]):
+                item["output"] = [*shown, {"type": "input_text", "text": IMAGE_LEFT_OUT}]
+                dropped.append(f"{item['type']}.input_image")
+    return dropped
 
 
 def _as_items(sent: object) -> object:

@@ -121,9 +121,9 @@ def chat_tools(tools: Sequence[FunctionTool | CustomTool | Namespace]) -> ChatTo
     for tool, namespace in sorted(_named(tools), key=lambda pair: pair[1] is not None):
         own = ToolName(tool.name, namespace)
         name = tool.name
-        if sent.get(name, own) != own:
+        if name in sent and namespace is not None:
             name = f"{namespace}__{name}"
-        if sent.get(name, own) != own:
+        if name in sent or own in names:
             raise BadRequest(
                 f"tools has two functions with the name {shorten(name)}; rename one", param="tools"
             )

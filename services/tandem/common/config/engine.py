@@ -296,6 +296,12 @@ def _overlap(one: Path, other: Path) -> bool:
     return one.is_relative_to(other) or other.is_relative_to(one)
 
 
+# A token is forced if a grammar allows no other token at its position. After a sampled token, up to
+# this many forced tokens are appended in the same step. With more, the next step would take longer
+# and delay other sequences.
+FORCED_MAX = 16
+
+
 @Parameter(name="*", group=ENGINE)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineOptions):
@@ -304,10 +310,8 @@ class EngineConfig(EngineOptions):
     model: ModelName
     model_revision: ModelRevision = ""
     model_impl: ModelImpl = "auto"
-    # A token is forced if a grammar allows no other token at its position. After a sampled token,
-    # up to this many forced tokens are appended in the same step. With more, the next step would
-    # take longer and delay other sequences. The setting does not change which tokens are generated.
-    forced_max: Constant[int] = 16
+    # The setting does not change which tokens are generated.
+    forced_max: Constant[int] = FORCED_MAX
     # True: the engine's reports of stored blocks include the blocks' token ids, which KV events
     # need.
     report_block_tokens: Constant[bool] = False

@@ -32,6 +32,9 @@ _DEFINITIONS = ("$defs", "definitions")
 _COMBINES = frozenset(
     ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 ) | {"dependentSchemas"}
+# Keywords that restrict the properties of an object.
+_OF_OBJECTS = frozenset(("properties", "patternProperties", "additionalProperties", "required"))
+_TO_DEFINITIONS = tuple(f"#/{keyword}/" for keyword in _DEFINITIONS)
 # Patterns that every string matches.
 _NAMES_ANYTHING = (".*", "^.*$", "")
 
@@ -92,7 +95,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     something else. Without this, a model that must call a function may write any property.
 
     An object stays open if another schema applies to it as well, because that one may list more
-    properties.
+    properties. All stay open if such a schema is a reference into another part of the schema.
     """
     made = {"type": "object", **schema}
     if made.keys().isdisjoint(_COMBINES | {"properties", "additionalProperties"}):
@@ -100,6 +103,8 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     definitions = [part for key in _DEFINITIONS for part in _parts(made.get(key))]
     uses = [made, *definitions]
     are_combined = any(_combines_definitions(part) for part in uses)
+    if are_combined and any(map(_refers_inside, uses)):
+        return made
     result: dict[str, Any] = _closed(made, may_close=True, may_close_definitions=not are_combined)
     return result
 
@@ -117,7 +122,9 @@ def _closed(schema: Any, *, may_close: bool, may_close_definitions: bool) -> Any
     is_open = {"additionalProperties", "unevaluatedProperties"}.isdisjoint(made)
     if may_close and is_open and isinstance(listed, dict) and not combines:
         required = made.get("required", [])
-        if isinstance(required, list) and all(name in listed for name in required):
+        if isinstance(required, list) and all(
+            isinstance(name, str) and name in listed for name in required
+        ):
             made["additionalProperties"] = False
     # The options of `anyOf` are the whole schema of the value if nothing stands beside them.
     is_choice = may_close and len(combines) == 1 and "properties" not in made
@@ -142,10 +149,22 @@ def _combines_definitions(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     if "allOf" in schema or (
-        "$ref" in schema and (_COMBINES | {"properties"}) & schema.keys() - {"$ref"}
+        "$ref" in schema and (_COMBINES | _OF_OBJECTS) & schema.keys() - {"$ref"}
     ):
         return True
     return any(map(_combines_definitions, schema.values()))
+
+
+def _refers_inside(schema: Any) -> bool:
+    """Returns whether a reference in the schema points to something else than a definition."""
+    if isinstance(schema, list):
+        return any(map(_refers_inside, schema))
+    if not isinstance(schema, dict):
+        return False
+    target = schema.get("$ref")
+    if isinstance(target, str) and not target.startswith(_TO_DEFINITIONS):
+        return True
+    return any(map(_refers_inside, schema.values()))
 
 
 def _parts(definitions: object) -> Iterable[Any]:
@@ -162,14 +181,16 @@ def _readable(
     """Returns the `patternProperties` whose patterns the compiler can read. If one is left out, the
     schema allows any further property of its kind."""
     kept = {}
+    freed = []
     for pattern, part in named.items():
         if why := regex_error(pattern):
             if is_strict:
                 raise _unsupported("pattern in patternProperties", pattern, why, properties)
-            if schema.get("additionalProperties") is False:
-                schema["additionalProperties"] = part
+            freed.append(part)
         else:
             kept[pattern] = part
+    if freed and schema.get("additionalProperties") is False:
+        schema["additionalProperties"] = freed[0] if len(freed) == 1 else {"anyOf": freed}
     return kept
 
 
@@ -178,12 +199,16 @@ def _replace_property_names(schema: dict[str, Any]) -> None:
     same."""
     rule = schema["propertyNames"]
     others = schema.get("additionalProperties", True)
+    own = schema.get("properties", {})
     if rule is True:
         del schema["propertyNames"]
-    elif isinstance(rule, dict):
+    elif isinstance(rule, dict) and isinstance(own, dict):
         names = rule.get("enum", [rule["const"]] if "const" in rule else None)
-        own = schema.get("properties", {})
-        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        if (
+            isinstance(names, list)
+            and all(isinstance(name, str) for name in names)
+            and "patternProperties" not in schema
+        ):
             del schema["propertyNames"]
             schema["properties"] = {name: own.get(name, others) for name in names}
             schema["additionalProperties"] = False
@@ -203,7 +228,7 @@ def _is_any_name(rule: Mapping[str, Any]) -> bool:
     """Returns whether a schema allows every string."""
     kinds = rule.get("type", "string")
     takes_text = "string" in (kinds if isinstance(kinds, list) else [kinds])
-    limits = ("minLength", "maxLength", "format", "not", "$ref", *_COMBINES)
+    limits = ("minLength", "maxLength", "format", "enum", "const", *_COMBINES)
     return (
         takes_text
         and rule.get("pattern", "") in _NAMES_ANYTHING

@@ -146,6 +146,29 @@ def test_a_key_pattern_that_is_left_out_leaves_its_keys(compiler: GrammarCompile
     assert not takes(compiler, schema, {"b": "x"}, is_strict=False)
 
 
+def test_keys_of_several_left_out_patterns_have_one_of_their_schemas(
+    compiler: GrammarCompiler,
+) -> None:
+    patterns = {"^(?=a)": {"type": "integer"}, "^(?=b)": {"type": "string"}}
+    schema = {"type": "object", "patternProperties": patterns, "additionalProperties": False}
+    assert takes(compiler, schema, {"a": 1}, is_strict=False)
+    assert takes(compiler, schema, {"b": "x"}, is_strict=False)
+    assert not takes(compiler, schema, {"b": []}, is_strict=False)
+
+
+def test_names_that_are_not_listed_stay_forbidden() -> None:
+    schema = {"patternProperties": {"^x": {}}, "propertyNames": {"enum": ["a"]}}
+    assert rewritten(schema, is_strict=True) == schema  # the compiler refuses it
+
+
+@pytest.mark.parametrize("own", [None, ["a"], 5])
+@pytest.mark.parametrize("rule", [{"enum": ["a"]}, {"const": "a"}, {"pattern": "^a"}])
+def test_what_is_no_schema_is_left_to_the_compiler(own: Any, rule: Any) -> None:
+    schema = {"properties": own, "propertyNames": rule, "required": [["a"], {}, 5]}
+    assert rewritten(schema, is_strict=False) == schema
+    assert closed({"properties": {"a": {}}, **schema}) is not None
+
+
 def test_a_pattern_that_can_be_read_counts(compiler: GrammarCompiler) -> None:
     schema = of_object({"type": "string", "pattern": "^[ab]+$", "format": "password"})
     for is_strict in (True, False):
@@ -187,6 +210,26 @@ A = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (
             {
                 "properties": {"o": {"$ref": "#/$defs/A", "properties": {"x": {}}}},
+                "$defs": {"A": A},
+            },
+            {"o": {"a": 1, "x": 1}},
+            True,
+        ),
+        # References to other parts than definitions, as zod writes them.
+        (
+            {
+                "properties": {
+                    "b": A,
+                    "o": {"allOf": [{"$ref": "#/properties/b"}, {"required": ["x"]}]},
+                },
+                "required": ["o"],
+            },
+            {"o": {"a": 1, "x": 1}},
+            True,
+        ),
+        (
+            {
+                "properties": {"o": {"$ref": "#/$defs/A", "required": ["x"]}},
                 "$defs": {"A": A},
             },
             {"o": {"a": 1, "x": 1}},
