@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from tandem.api.http import stream as streams
 from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.harness.scripted_worker import refusal, saying, update
 from tests.service.router.conftest import RunningRouter
@@ -322,6 +325,33 @@ async def test_an_error_in_mid_stream_fails_the_response(router: RunningRouter) 
         EVENT.validate_python(event)
     with pytest.raises(openai.NotFoundError):
         await router.openai.responses.retrieve(failed["response"]["id"])
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+async def test_a_bug_in_mid_stream_is_an_error_event(
+    router: RunningRouter, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def says_more(submit: Any, say: Any) -> None:
+        for word in ("Hi", " you"):
+            say(update(submit, [router.tokenizer.encode(word)[0]]))
+            await asyncio.sleep(0.2)
+        say(update(submit, [], finish_reason="stop"))
+
+    router.script(says_more)
+    build, num_built = streams._build, count()
+
+    async def breaks(deltas: Any, make: Any) -> Any:
+        if next(num_built):
+            raise ZeroDivisionError
+        return await build(deltas, make)
+
+    monkeypatch.setattr(streams, "_build", breaks)
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    body = {"model": "tiny", "stream": True, **({"input": "x"} if path == "responses" else chat)}
+    answer = await router.http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 200
+    assert "an internal error of the router (ZeroDivisionError)" in answer.text
+    assert "[DONE]" not in answer.text
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}

@@ -44,6 +44,14 @@ def error_response(error: TandemError, scope: Scope | None = None) -> Response:
     return JsonResponse(openai.error_body(error), error.http_status, headers)
 
 
+def hidden(error: Exception) -> InternalError:
+    """Returns what a client gets to see of a bug: only the type of the exception."""
+    return InternalError(
+        f"an internal error of the router ({type(error).__name__}); the router's log shows "
+        "the cause"
+    )
+
+
 def install_handlers(app: FastAPI) -> None:
     """Installs exception handlers, so that all errors have the same format."""
 
@@ -70,13 +78,8 @@ def install_handlers(app: FastAPI) -> None:
         return error_response(BadRequest(TOO_DEEP), request.scope)
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        # The client gets only the type of the exception. Starlette raises the exception again after
-        # this response, and the server then logs the whole exception.
-        hidden = InternalError(
-            f"an internal error of the router ({type(error).__name__}); the router's log shows "
-            "the cause"
-        )
-        return error_response(hidden, request.scope)
+        # Starlette raises the exception again after this response, and the server then logs it.
+        return error_response(hidden(error), request.scope)
 
     app.add_exception_handler(TandemError, on_tandem)
     app.add_exception_handler(HTTPException, on_http)

@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tandem.api.http.errors import hidden
 from tandem.api.openai.choices import ChoiceDelta
 from tandem.errors import TandemError
 from tandem.router.request.delta import Delta
@@ -152,6 +153,9 @@ class EventStream(Response):
             return ending
         except TandemError as error:
             return self._replies.failure(error)
+        except Exception as error:
+            log.exception("a stream ends with an internal error")
+            return self._replies.failure(hidden(error))
 
     async def _keep_alive(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
