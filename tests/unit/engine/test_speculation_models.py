@@ -215,12 +215,13 @@ def test_models_with_states(family: str, kernels: str, tmp_path: Path) -> None:
         "num_blocks": 100,
         "kernels": kernels,
         "dtype": "float32",
-        "max_num_seqs": 3,
+        "max_num_seqs": 6,
         "speculative_config": "auto",
     }
     if kernels == "torch":
         settings["numerics"] = "invariant"
-    prompts = random_prompts(70, 33, 5)
+    # There are more sequences than scratch slots, of which an engine has four.
+    prompts = random_prompts(70, 33, 5, 20, 12, 9)
     specs = [
         make_spec(str(at), prompt, max_tokens=100, sampling=replace(DRAWN, seed=at))
         for at, prompt in enumerate(prompts)
