@@ -1,8 +1,8 @@
 """Defines the extension modules that are compiled at install. All other metadata is in
 pyproject.toml.
 
-The CPU kernels are required; `kernels/native_build.py` compiles them. The two small modules are
-optional: without them, Python computes the same results more slowly, and Tandem logs that.
+The CPU kernels are required; `kernels/native_build.py` compiles them. The small modules are
+optional: without them, Tandem works more slowly, and logs that.
 """
 
 import sys
@@ -45,6 +45,12 @@ setup(
         Extension(
             "tandem.engine.tiers.slots._sketch_cells",
             ["services/tandem/engine/tiers/slots/_sketch_cells.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
+        Extension(
+            "tandem.prefix_index._replica_table",
+            ["services/tandem/prefix_index/_replica_table.c"],
             extra_compile_args=["-O3"],
             optional=True,
         ),

@@ -28,16 +28,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "tandem_kernels" / "native"
-INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
+INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512", "avx2", "neon", "plain")
 VARIABLE = "TANDEM_NATIVE"
 _COMMON = ("api", "blocks", "cpu", "pack", "pack_blocks")
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-Wno-psabi"),
     # Debug information would be most of the binary and a quarter of the compile time.
     "-g0",
-    # Without this option, GCC 14 to 16 would fuse multiply and add in loops with two AVX2 sums, but
-    # not in loops with one sum. The result of a row would then depend on the batch.
-    "--param=avoid-fma-max-bits=0",
+    # Without this option, each compiler would fuse other products with sums. The sources name those
+    # that are fused (simd.h), so that the bits depend neither on the compiler nor on the batch.
+    "-ffp-contract=off",
 )
 _INSTALL_ONE = (
     "Install one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or name one in "

@@ -30,11 +30,13 @@ def make_engine(
     block_size: int = 4,
     max_model_len: int = 1000,
     start_thread: Callable[[str], JobThread] = IoThread,
+    draft: ToyRunner | None = None,
     **settings: Any,
 ) -> tuple[Engine, ToyRunner]:
     settings.setdefault("kv_tier_policy", "lru")  # tiers store all blocks
     settings.setdefault("itl_target_s", 0.0)  # makes steps independent of the clock
     runner = ToyRunner(block_size=block_size, max_model_len=max_model_len)
+    runner.draft = draft
     config = EngineConfig(model="toy", block_size=block_size, num_blocks=num_blocks, **settings)
     return Engine(config, runner, "toy", start_thread=start_thread), runner
 

@@ -91,6 +91,7 @@ def continuation(
 class GroupedToyRunner(ToyRunner):
     why_no_budgets = ""
     why_no_speculation = ""
+    draft = None
 
     def __init__(
         self,

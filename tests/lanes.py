@@ -35,7 +35,10 @@ WAITING = (
     "tests/parity",
     *("tests/chart/test_run.py", "tests/chart/test_tls.py"),
     *(f"tests/security/test_{name}.py" for name in ("certificates", "fuzz")),
-    *(f"tests/service/test_{name}.py" for name in ("cluster_launcher", "cluster_pools", "join")),
+    *(
+        f"tests/service/test_{name}.py"
+        for name in ("cluster_launcher", "cluster_pools", "join", "launch_of_models")
+    ),
     *(f"tests/service/test_{name}.py" for name in ("first_host_lost", "first_start")),
     "tests/service/test_network_harness.py",
     "tests/service/test_nixl_transfer.py",

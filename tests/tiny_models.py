@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     Cohere2Config,
     Cohere2ForCausalLM,
     DeepseekV2Config,
@@ -919,9 +920,24 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
     `more` are settings of its config.
     """
     model_class, config_class, beyond = _FAMILIES[family]
-    beyond = beyond | more
+    return _written(model_class, config_class(**(_SIZES | beyond | more)), path)
+
+
+def make_tiny_classifier(
+    family: str, path: Path, **more: Any
+) -> tuple[ModelFolder, PreTrainedModel]:
+    """Writes a model folder of the family's `...ForSequenceClassification`, as `make_tiny_model`
+    does."""
+    _, config_class, beyond = _FAMILIES[family]
+    config = config_class(**(_SIZES | beyond | {"pad_token_id": None} | more))
+    return _written(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class], config, path)
+
+
+def _written(
+    model_class: type[PreTrainedModel], config: Any, path: Path
+) -> tuple[ModelFolder, PreTrainedModel]:
     torch.manual_seed(7)
-    model = model_class(config_class(**(_SIZES | beyond))).eval()
+    model = model_class(config).eval()
     with torch.no_grad():
         # includes biases and norms, because zeros and ones would hide errors
         for parameter in model.parameters():

@@ -87,6 +87,7 @@ class ToyRunner:
     tokens_per_step = 512
     why_no_budgets = "the toy sees all tokens"
     why_no_speculation = ""
+    draft: ToyRunner | None = None
     vocab_size = 1 << 31  # vocabulary of prompts; generated tokens are within VOCABULARY
     launches_ahead = False
     shards_logits = False

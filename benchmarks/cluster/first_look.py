@@ -1,4 +1,4 @@
-"""Measures a new user's first minutes: time to the first token, idle CPU, a repeated long prompt.
+"""Measures a new user's first minutes: time to the first token, and a repeated long prompt.
 
     python -m benchmarks.cluster.first_look [--repeats 5]
 
@@ -12,17 +12,13 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from benchmarks.shared.cluster import Cluster, up
 from benchmarks.shared.requests import send_alone
 from tandem_bench.framework import RESULTS, Report, options, ratios, run_main
 
-IDLE_S = 20.0
 PROMPT_TOKENS = 1500
 PULLED = "tandem_kv_bytes_pulled_total"
 
@@ -42,27 +38,10 @@ def main(options: Options = Options()) -> None:
         send_alone(cluster.url, [7] * 600, 4)  # joins the pair and warms both engines
         figures = {
             "start": start,
-            "idle_cpu_percent": _measure_idle(cluster),
             "repeated_prompt": _measure_repeats(cluster, options.repeats),
         }
     report.write(**figures)
     print(json.dumps(figures, indent=1))
-
-
-def _measure_idle(cluster: Cluster) -> dict[str, float]:
-    """Returns the percent of one core over IDLE_S, by kind of process; `tandem` is the sum of our
-    own."""
-    processes = cluster.processes()
-    before = {p: _cpu_s(p) for p in processes}
-    time.sleep(IDLE_S)
-    used: dict[str, float] = defaultdict(float)
-    for p in processes:
-        kind = _kind(p)
-        percent = (_cpu_s(p) - before[p]) / IDLE_S * 100
-        used[kind] += percent
-        if kind not in ("ray", "redis"):
-            used["tandem"] += percent
-    return {kind: round(percent, 2) for kind, percent in sorted(used.items())}
 
 
 def _measure_repeats(cluster: Cluster, repeats: int) -> dict[str, Any]:
@@ -85,25 +64,6 @@ def _measure_repeats(cluster: Cluster, repeats: int) -> dict[str, Any]:
         "bytes_first": statistics.median(moved[1] - moved[0] for _, moved in rounds),
         "bytes_again": statistics.median(moved[2] - moved[1] for _, moved in rounds),
     }
-
-
-def _kind(process: psutil.Process) -> str:
-    command = " ".join(process.cmdline())
-    for kind, marks in {
-        "agents and controller": ("ray::Agent", "ray::PoolController"),
-        "router": ("tandem.router", "multiprocessing"),
-        "workers": ("tandem.worker",),
-        "redis": ("valkey-server", "redis-server"),
-        "ray": ("ray",),
-    }.items():
-        if any(mark in command for mark in marks):
-            return kind
-    return "launcher and guardian"
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 if __name__ == "__main__":

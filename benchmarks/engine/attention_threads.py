@@ -107,14 +107,28 @@ def main(options: Options = Options()) -> None:
 class Sequence:
     """A runner whose pool has the KV of one sequence."""
 
-    def __init__(self, folder: ModelFolder, dtype: str, threads: int, context: int) -> None:
+    def __init__(
+        self,
+        folder: ModelFolder,
+        dtype: str,
+        threads: int,
+        context: int,
+        *,
+        block_size: int = 16,
+        scattered: bool = True,
+        pool_fd: int | None = None,
+    ) -> None:
+        """`context` is the largest context. Its blocks are `scattered` over the pool, or lie in
+        their order. The pool is in the memfd `pool_fd`, as a worker's is; None: it is in memory of
+        this process alone."""
         config = EngineConfig(
             model="",
             device="cpu",
             dtype=dtype,  # type: ignore[arg-type]
             num_threads=threads,
+            block_size=block_size,
         )
-        self._runner = ModelRunner(folder, config)
+        self._runner = ModelRunner(folder, config, pool_fd=pool_fd)
         decoder = self._runner.native
         assert decoder is not None, "this machine has no compiled kernels"
         self._decoder = decoder
@@ -124,7 +138,8 @@ class Sequence:
         kv = self._runner.kv.view(getattr(torch, dtype))
         kv.normal_(generator=generator)
         self._blocks = list(range(num_blocks))
-        Random(1).shuffle(self._blocks)
+        if scattered:
+            Random(1).shuffle(self._blocks)
 
     def logits(self, context: int) -> torch.Tensor:
         """Returns the logits of the last token of so many."""

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tandem_bench.framework import options, run_main
 from tandem_bench.prose import english_prose
@@ -86,6 +91,16 @@ def train(text: list[int], seconds: float, folder: Path) -> None:
         step += 1
     print(f"{step} steps: loss {mean:.3f}")
     model.save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer whose tokens are the bytes."""
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ class DeviceRunner:
     shards_logits = False
     why_no_budgets = ""
     why_no_speculation = ""
+    draft = None
     vocab_size = 128_000
     max_model_len = 8192
     tokens_per_step = 1 << 20  # the first step computes all prompts

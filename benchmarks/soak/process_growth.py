@@ -193,6 +193,8 @@ def name_of(process: psutil.Process) -> str:
         ("redis-server", "redis"),
         ("gcs_server", "ray gcs_server"),
         ("raylet/raylet", "ray raylet"),
+        ("tandem.cluster.ray.controller", "pool controller"),
+        ("tandem.cluster.ray.head", "head process"),
     ):
         if mark in line:
             return name

@@ -1,9 +1,11 @@
 """`tandem bench index`, as a command of its own: `python -m tandem_bench.index`.
 
-The prefix tree in Redis through Tandem's client, from hashes to a depth for each worker, while
-another process publishes; beside it what simpler ways take in the same run:
+Look-ups in the prefix tree, from hashes to a depth for each worker, while another process
+publishes:
 
-    match     one call of RedisIndex.match
+    replica   a router's replica of the tree, which follows Redis meanwhile; a look-up first lets
+              the event loop do what is ready
+    match     one call of RedisIndex.match, which routers make while a replica is not ready
     exists    a key for each block, one pipeline of EXISTS; it tells no worker apart
     radix     a radix tree in this process: what a router that shares with nobody has
     memory    MemoryIndex, a dictionary in this process: the simulator's, and the check of `match`
@@ -12,6 +14,9 @@ Each of them holds `--blocks` blocks in chains of 8,192, each with one holder (o
 million, whose keys take far more memory); the chains that are looked up have 1, 8 and 64 holders
 (64 are three shards). Look-ups take turns, and each is of a chain that is there whole, for a half,
 or not at all. `--blocks` may be given several times: each is a run with a server of its own.
+
+`--recovery` instead kills Redis, and then replaces the router's replica by a new one, while workers
+with `--blocks` blocks publish and look-ups go on (index_recovery.py).
 """
 
 from __future__ import annotations
@@ -34,20 +39,25 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tandem.common.process.cancellation import cancel
 from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import ConfigError
 from tandem.net.store.client import connect
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.redis import RedisIndex
+from tandem.prefix_index.replica import Replica
 from tandem_bench.framework import write
 from tandem_bench.index_publisher import BATCH_BLOCKS, READY, SILENT_S, random_chain
+from tandem_bench.index_recovery import measure_recovery, show_recovery
 from tandem_bench.index_trees import Trees, exists, fill, fill_others, hold
 from tandem_bench.radix_tree import RadixTree
 
 LOOKUP_BLOCKS = (32, 512, 8192)
 HOLDERS = (1, 8, 64)
 CHAINS_LOOKED_UP = 4
-GOALS_MS = {512: 0.3, 8192: 1.5}  # p50; p99 at most 4 times that
+GOALS_MS = {512: 0.1, 8192: 0.2}  # of the replica: p50; p99 at most 6 times that
+FOLLOWED_S = 10.0  # time for which the replica's CPU time and delay are measured
+LOOKUPS_PER_S = 200  # look-ups while the delay is measured
 CLUSTER_ID = "bench"
 MEMORY_BYTES_MAX = 8 << 30
 
@@ -68,6 +78,9 @@ def main(
     samples: Annotated[
         int, Parameter(help="Look-ups of each kind.", validator=Number(gte=20))
     ] = 2000,
+    recovery: Annotated[
+        bool, Parameter(help="Measure how soon hits are back after a loss.", negative=())
+    ] = False,
     output: Annotated[Path | None, Parameter(help="JSON file to write.")] = None,
 ) -> None:
     """Measure look-ups and publishing of the prefix tree."""
@@ -88,10 +101,16 @@ def main(
             EmbeddedRedis(memory_bytes_max=MEMORY_BYTES_MAX) as server,
             Waiting(redraws_per_s=0) as waiting,
         ):
-            run = asyncio.run(measure(server.url, size, publish_rate, samples, waiting.show))
+            if recovery:
+                run = asyncio.run(measure_recovery(server, size, waiting.show))
+            else:
+                run = asyncio.run(measure(server.url, size, publish_rate, samples, waiting.show))
         run["load_average"] = round(os.getloadavg()[0], 2)
         results["runs"].append(run)
-        show(run, console)
+        if recovery:
+            show_recovery(run, console)
+        else:
+            show(run, console)
     if output is not None:
         write(output, results)
         console.print(f"written to {output}")
@@ -101,9 +120,11 @@ async def measure(
     url: str, blocks: int, publish_rate: int, samples: int, tell: Callable[[ProgressRow], None]
 ) -> dict[str, Any]:
     redis = connect(url)
-    trees = Trees(
-        redis, RedisIndex(redis, CLUSTER_ID, silent_s=SILENT_S), MemoryIndex(), RadixTree()
-    )
+    delays_s: list[float] = []
+    replica = Replica(redis, CLUSTER_ID, bytes_max=MEMORY_BYTES_MAX, on_delay=delays_s.append)
+    index = RedisIndex(redis, CLUSTER_ID, silent_s=SILENT_S)
+    trees = Trees(redis, index, replica, MemoryIndex(), RadixTree())
+    following: set[asyncio.Task[None]] = set()
     try:
         tell(ProgressRow("tree", f"{blocks:,} blocks are published"))
         results: dict[str, Any] = {"blocks": blocks, "publish_rate": publish_rate}
@@ -111,8 +132,19 @@ async def measure(
         await fill_others(trees, blocks)
         chains = {holders: await hold(trees, holders, CHAINS_LOOKED_UP) for holders in HOLDERS}
         await trees.index.open()
+        tell(ProgressRow("replica", "the replica loads the tree"))
+        following.add(asyncio.create_task(replica.run()))
+        results["replica"] = await loaded(replica)
         publisher = await asyncio.to_thread(publish_meanwhile, url, publish_rate)
         try:
+            await asyncio.sleep(1.0)
+            tell(ProgressRow("replica", "the replica follows"))
+            delays_s.clear()
+            results["replica"] |= await follow(FOLLOWED_S)
+            results["replica"]["delay_alone"] = percentiles(delays_s)
+            delays_s.clear()
+            await look_up_steadily(trees, chains[8], FOLLOWED_S)
+            results["replica"]["delay_with_lookups"] = percentiles(delays_s)
             kinds = [(holders, length) for holders in HOLDERS for length in LOOKUP_BLOCKS]
             results["rows"] = []
             for number, (holders, length) in enumerate(kinds):
@@ -123,10 +155,39 @@ async def measure(
             publisher.stdin.close()  # type: ignore[union-attr]
             told = publisher.stdout.read() if publisher.stdout else ""
             publisher.wait(30)
+        results["replica"] |= {
+            "bytes_a_block": round(replica.num_bytes / replica.num_entries, 1),
+            "loads": replica.num_loads,
+        }
         results["published_meanwhile_per_s"] = float(told.split()[-1])
         return results
     finally:
+        await cancel(*following)
         await redis.aclose()
+
+
+async def loaded(replica: Replica) -> dict[str, float]:
+    """Waits until a new replica answers."""
+    began = time.monotonic()
+    while not replica.is_usable:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return {"load_s": round(time.monotonic() - began, 2)}
+
+
+async def follow(seconds: float) -> dict[str, float]:
+    """Measures the CPU time of this process, which only follows the tree meanwhile."""
+    began, cpu_began = time.monotonic(), time.process_time()
+    await asyncio.sleep(seconds)
+    share = (time.process_time() - cpu_began) / (time.monotonic() - began)
+    return {"share_of_a_core": round(share, 4)}
+
+
+async def look_up_steadily(trees: Trees, chains: list[list[bytes]], seconds: float) -> None:
+    """Looks up 512 blocks in the replica, `LOOKUPS_PER_S` times a second."""
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        await trees.look_up(random.choice(chains)[:512])
+        await asyncio.sleep(1 / LOOKUPS_PER_S)
 
 
 def publish_meanwhile(url: str, rate: int) -> subprocess.Popen[str]:
@@ -145,6 +206,7 @@ async def row(
 ) -> dict[str, Any]:
     rng = random.Random(f"look-ups of {length}")
     methods: dict[str, Lookup] = {
+        "replica": trees.look_up,
         "match": trees.index.match,
         "radix": trees.radix.match,
         "memory": trees.memory.match,
@@ -156,8 +218,8 @@ async def row(
     for turn in range(-5, count):  # the first few warm up
         asked = variant(rng, chains[turn % len(chains)][:length])
         found = await timed(methods, asked, seconds, counts=turn >= 0)
-        if not found["match"] == found["memory"] == found["radix"]:
-            raise ConfigError("the tree and its twins in memory disagree")
+        if not found["match"] == found["memory"] == found["radix"] == found["replica"]:
+            raise ConfigError("the tree, its replica and its twins in memory disagree")
     figures = {name: percentiles(taken) for name, taken in seconds.items()}
     return {"holders": holders, "blocks": length, "samples": count, **figures}
 
@@ -203,8 +265,9 @@ def show(results: dict[str, Any], console: Console) -> None:
     for name in (
         "holders",
         "blocks",
-        "match",
+        "replica",
         "goal",
+        "match",
         "EXISTS, pipelined",
         "radix tree",
         "in memory",
@@ -215,8 +278,9 @@ def show(results: dict[str, Any], console: Console) -> None:
         table.add_row(
             str(each["holders"]),
             f"{each['blocks']:,}",
+            _cell(each["replica"]),
+            f"{goal:g} / {6 * goal:g}" if goal else "",
             _cell(each["match"]),
-            f"{goal:g} / {4 * goal:g}" if goal else "",
             _cell(each.get("exists")),
             _cell(each["radix"]),
             _cell(each["memory"]),
@@ -225,6 +289,14 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print(
         f"publishing alone: {results['publish_alone_per_s']:,} blocks a second; "
         f"{results['bytes_a_block']} bytes a block"
+    )
+    replica = results["replica"]
+    console.print(
+        f"replica: {replica['bytes_a_block']} bytes a block (goal 40), "
+        f"{replica['share_of_a_core']:.1%} of a core (goal 10%), loaded in {replica['load_s']} s; "
+        f"delay {_cell(replica['delay_alone'])} ms alone, and "
+        f"{_cell(replica['delay_with_lookups'])} ms with {LOOKUPS_PER_S} look-ups a second "
+        "(goal of p99: 50)"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from tandem.net.store.client import Client
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.protocol import PrefixIndex
 from tandem.prefix_index.redis import RedisIndex
+from tandem.prefix_index.replica import Replica
 from tandem_bench.index_publisher import BATCH_BLOCKS, random_chain
 from tandem_bench.radix_tree import RadixTree
 
@@ -25,8 +27,14 @@ class Trees:
 
     redis: Client
     index: RedisIndex
+    replica: Replica
     memory: MemoryIndex
     radix: RadixTree
+
+    async def look_up(self, asked: Sequence[bytes]) -> dict[str, int] | None:
+        """Looks up in the replica, after the event loop has done what is ready."""
+        await asyncio.sleep(0)
+        return self.replica.match(asked, closed=True)
 
 
 async def fill(redis: Client, index: RedisIndex, blocks: int) -> dict[str, float]:

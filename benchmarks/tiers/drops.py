@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.simulator.agents_trace import BLOCK, Request, Trace
 from benchmarks.tiers.policies import InCall
 from tandem.common.retention import PRIORITY_DEFAULT
-from tandem.engine.cache.block_table import UnfilledBlock
+from tandem.engine.cache.block_table import UnfilledBlocks
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.pool.block import Copy
@@ -96,9 +96,10 @@ class Pool(BlockPool):
     def _is_low(self) -> bool:
         return self.num_free + self._cached.num(Copy.COMPLETE) < self._num_low
 
-    def _reference(self, block_id: int) -> None:
-        self._tried.discard(block_id)
-        super()._reference(block_id)
+    def _reference(self, block_ids: Iterable[int]) -> None:
+        block_ids = list(block_ids)
+        self._tried.difference_update(block_ids)
+        super()._reference(block_ids)
 
     def _evict(self) -> Copy:
         leaves = next(each for half in self._cached._leaves for each in half.values() if each)
@@ -187,8 +188,8 @@ class Replay:
             return False
         running = Running(request, found.block_table, here)
         if depth > here:
-            wanted = enumerate(running.table[here:depth], here)
-            self._tiers.load(name, hashes[:depth], [UnfilledBlock(0, *each) for each in wanted])
+            wanted = UnfilledBlocks(0, range(here, depth), running.table[here:depth])
+            self._tiers.load(name, hashes[:depth], [wanted])
             self._tiers.take_ended()
         self._use(running, 0, here)
         self._store(running, depth)

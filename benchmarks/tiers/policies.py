@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.simulator.agents_trace import BLOCK, Request, Trace
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX
-from tandem.engine.cache.block_table import UnfilledBlock
+from tandem.engine.cache.block_table import UnfilledBlocks
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.pool.block_pool import BlockPool
@@ -104,8 +104,9 @@ class OwnTier:
         return self._tiers.reach(hashes)[0].num_blocks
 
     def load(self, request: Request, first: int, table: list[int]) -> None:
-        wanted = [UnfilledBlock(0, index, block) for index, block in enumerate(table, first)]
-        self._tiers.load("", request.blocks[: first + len(table)], wanted)
+        end = first + len(table)
+        wanted = UnfilledBlocks(0, range(first, end), table)
+        self._tiers.load("", request.blocks[:end], [wanted])
         self._tiers.take_ended()
 
     def take(self, request: Request) -> None:

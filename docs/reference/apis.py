@@ -53,7 +53,7 @@ def http_page() -> str:
     config = MagicMock(spec=RouterConfig, api="all", responses_kept=1, cluster=MagicMock())
     part: Any = MagicMock()  # the functions of the routes use the router's parts; documents do not
     public = make_app(config, part, part, part, part, part).openapi()
-    admin = make_admin_app(config, part, part, part, part, part, part, part, part).openapi()
+    admin = make_admin_app(config, [part], {}, part, part, part).openapi()
     text = _paragraph(
         "`make reference` writes this page from the OpenAPI documents that a router serves at "
         "`/openapi.json` of each port. [The guide](../api.md) says what the fields mean and which "

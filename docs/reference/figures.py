@@ -118,18 +118,27 @@ def first_start() -> Rows:
     ]
 
 
-@table("idle processes", "share of a core")
-def first_look_idle() -> Rows:
-    idle = _results("first_look")["idle_cpu_percent"]
+@table("idle processes", "share of a core", "memory (PSS)")
+def idle() -> Rows:
+    found = _results("idle")
+    cpu, memory = found["cpu_percent"], found["pss_mib"]
+    beside = found["pools_and_weights_mib"]
+
+    def share(*words: str) -> str:
+        names = [n for n in found["processes"] if any(word in n for word in words)]
+        return f"{sum(found['processes'][name]['cpu_percent'] for name in names):.2f}"
+
     return [
         (
             "Tandem's",
-            f"{idle['tandem']}%: agents and controller {idle['agents and controller']}, workers "
-            f"{idle['workers']}, router {idle['router']}, launcher and guardian "
-            f"{idle['launcher and guardian']}",
+            f"{cpu['tandem']}%: routers {share('router-', 'grpc-')}, workers "
+            f"{share('prefill-', 'decode-')}, controller {share('controller')}, launcher "
+            f"{share('launcher')}",
+            f"{memory['tandem'] - beside:,.0f} MiB, beside KV pools and weights",
         ),
-        ("Ray's", f"{idle['ray']}%"),
-        ("Redis", f"{idle['redis']}%"),
+        ("Ray's", f"{cpu['ray']}%", f"{memory['ray']:,.0f} MiB"),
+        ("Redis", f"{cpu['redis']}%", f"{memory['redis']:,.0f} MiB"),
+        ("all", f"{cpu['all']}%", f"{memory['all'] - beside:,.0f} MiB"),
     ]
 
 

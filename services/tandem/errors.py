@@ -19,9 +19,14 @@
       RequestNotFound       404  NOT_FOUND            the id is unknown or no longer recorded
         ResponseNotFound    404  NOT_FOUND            the response is not kept
           ItemNotFound      404  NOT_FOUND            no kept response has the item
+        FileUnknown         404  NOT_FOUND            the tenant has no such file
+        BatchUnknown        404  NOT_FOUND            the tenant has no such batch
+      NotServed             404  NOT_FOUND            a part of OpenAI's API that is not served
       ThreadNotFound        404  NOT_FOUND            message threads are not kept
       BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
       BodyTooLarge          413  RESOURCE_EXHAUSTED
+        FileTooLarge        413  RESOURCE_EXHAUSTED
+      QuotaExceeded         403  RESOURCE_EXHAUSTED   the tenant's files take too much space
       NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
         UnknownCoding       415  INVALID_ARGUMENT     the body is compressed otherwise than by gzip
       QueueFull             429  RESOURCE_EXHAUSTED   a retry may help after `retry_after_s`
@@ -36,6 +41,7 @@
       KeysUnknown           503  UNAVAILABLE          the router could not read the API keys
       UsageUnknown          503  UNAVAILABLE          usage cannot be read without Redis
       ResponseNotDeleted    503  UNAVAILABLE          Redis is away, and still has the response
+      FilesUnavailable      503  UNAVAILABLE          the file store does not answer
       TokenizerLate         503  UNAVAILABLE          the tokenizer took too long and was killed
       ScaleAway             503  UNAVAILABLE          the scaler (controller or Kubernetes) is away
       WorkerLost            503  UNAVAILABLE          the worker ended, hung or is unreachable
@@ -146,6 +152,15 @@ class ResponseNotFound(RequestNotFound, code="response_not_found"): ...
 class ItemNotFound(ResponseNotFound, code="item_not_found"): ...
 
 
+class FileUnknown(RequestNotFound, code="file_not_found"): ...
+
+
+class BatchUnknown(RequestNotFound, code="batch_not_found"): ...
+
+
+class NotServed(TandemError, code="not_served", http=404, grpc="NOT_FOUND"): ...
+
+
 class ThreadNotFound(TandemError, code="thread_not_found", http=404, grpc="NOT_FOUND"): ...
 
 
@@ -156,6 +171,14 @@ class BodyTooLate(TandemError, code="body_too_late", http=408, grpc="DEADLINE_EX
 
 
 class BodyTooLarge(TandemError, code="body_too_large", http=413, grpc="RESOURCE_EXHAUSTED"): ...
+
+
+class FileTooLarge(BodyTooLarge, code="file_too_large"): ...
+
+
+class QuotaExceeded(
+    TandemError, code="file_quota_exceeded", http=403, grpc="RESOURCE_EXHAUSTED"
+): ...
 
 
 class NotJson(TandemError, code="content_type_not_json", http=415, grpc="INVALID_ARGUMENT"): ...
@@ -206,6 +229,9 @@ class UsageUnknown(TandemError, code="usage_unknown", http=503, grpc="UNAVAILABL
 class ResponseNotDeleted(
     TandemError, code="response_not_deleted", http=503, grpc="UNAVAILABLE"
 ): ...
+
+
+class FilesUnavailable(TandemError, code="files_unavailable", http=503, grpc="UNAVAILABLE"): ...
 
 
 class TokenizerLate(TandemError, code="tokenizer_late", http=503, grpc="UNAVAILABLE"): ...

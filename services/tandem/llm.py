@@ -393,6 +393,10 @@ class LLM:
 
     def _prepare(self, request: ClientRequest, lora: LoRARequest | None) -> PreparedRequest:
         vocab_size, max_model_len = self._folder.config.vocab_size, self.max_model_len
+        model = self._folder.config
+        if not (model.embeds if request.embed else model.generates):
+            does = "no embeddings" if request.embed else "no answers"
+            raise BadRequest(f"this model has {does}: it is made for classification or embeddings")
         request = request.with_defaults(self._defaults)
         if request.sampling.seed is None:
             seed = self._rng.getrandbits(64)
@@ -407,7 +411,9 @@ class LLM:
         images = read_images(request, self._image_rules)
         prepared = prepare_prompt(
             self._tokenizer,
-            RenderedText(prompt) if isinstance(prompt, str) else prompt,
+            RenderedText(prompt, add_special_tokens=request.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt,
             request.prompt_tokens_max(max_model_len),
             None,
             images=images,
@@ -848,6 +854,8 @@ def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) ->
         )
     if not enable_lora:
         named["max_loras"] = 0
+    if isinstance(named.get("speculative_config"), Mapping):  # as in vLLM
+        named["speculative_config"] = msgspec.json.encode(named["speculative_config"]).decode()
     num_cores = len(os.sched_getaffinity(0))
     num_threads = max(1, num_cores // named.get("tensor_parallel", 1))
     defaults = {"num_threads": num_threads, "itl_target_s": 0.0}

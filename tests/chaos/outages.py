@@ -2,9 +2,9 @@
 
 kill redis       and restart it after the given time at the same address, empty
 stop redis       SIGSTOP, later SIGCONT
-kill router      it or its gRPC replica; its agent restarts it; its open streams are lost
-kill controller  Ray restarts the pool controller
-kill head        GCS and raylet; a new head after the given time, with new agents
+kill router      it or its gRPC replica; the controller restarts it; its open streams are lost
+kill controller  head.py restarts the pool controller
+kill head        GCS, raylet and controller; a new head after the given time
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import httpx
 from tests.chaos.faults import Fault, Happened
 from tests.chaos.load import RouterLife
 from tests.chaos.pool_faults import Striker
+from tests.harness.cluster import CONTROLLER
 from tests.harness.kept_cluster import KeptCluster
 
 _ROUTERS = {"router": "--router-id router-0 ", "grpc": "--router-id grpc-0 "}  # by their pools
@@ -76,7 +77,7 @@ class Outages(Striker):
             await self._until(self._is_ready)
 
     def _kill_controller(self) -> bool:
-        os.kill(self._cluster.pid("ray::PoolController"), signal.SIGKILL)
+        os.kill(self._cluster.pid(CONTROLLER), signal.SIGKILL)
         return True
 
     def _is_ready(self) -> bool:
@@ -90,7 +91,7 @@ class Outages(Striker):
             await asyncio.to_thread(self._cluster.start_head)
 
     def _is_answered(self) -> bool:
-        """Says whether the router processes that their agents started are running and answer.
+        """Says whether the router processes that the controller started are running and answer.
 
         A controller that was just killed may still report the previous processes.
         """

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tandem.cluster.processes import guardian
-from tests.harness.cluster import free_port, process_named, wait_for
+from tests.harness.cluster import CONTROLLER, free_port, process_named, wait_for
 from tests.harness.debian import unpacked
 from tests.harness.explained import (
     KILLED,
@@ -144,14 +144,14 @@ def head_gone(up: Up) -> Undo:
 
 
 def controller_gone(up: Up) -> Undo:
-    pid = up.pid("ray::PoolController")
+    pid = up.pid(CONTROLLER)
     os.kill(pid, signal.SIGSTOP)
     return lambda: os.kill(pid, signal.SIGCONT)
 
 
 def controller_killed(up: Up) -> Undo:
-    """Kills the controller, which Ray restarts at once."""
-    os.kill(up.pid("ray::PoolController"), signal.SIGKILL)
+    """Kills the controller, which head.py restarts at once."""
+    os.kill(up.pid(CONTROLLER), signal.SIGKILL)
     return lambda: None
 
 

@@ -23,7 +23,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 from tandem.cluster.launch.controller import ControllerOptions
 from tandem.cluster.pools import Member, PoolCommand
 from tandem.cluster.processes import leave_node, process
-from tandem.cluster.ray.agent import expand
+from tandem.cluster.processes.keeper import expand
 from tandem.common.config.cluster import RUN_FOLDER_VARIABLE, Role
 from tandem.common.options import parse
 from tandem.net.store.roles import rules

@@ -21,6 +21,7 @@ from tests.harness.chart import (
     container,
     find,
     options,
+    pod_templates,
     render,
     values_of,
     worker_command,
@@ -32,6 +33,7 @@ CHART_SETS = {
     "worker": {
         *(
             "role",
+            "group",
             "model",
             "model-revision",
             "model-impl",
@@ -46,6 +48,8 @@ CHART_SETS = {
     "router": {
         *(
             "model",
+            "more-models",
+            "group",
             "model-revision",
             "model-impl",
             "served-model-name",
@@ -319,6 +323,10 @@ def test_a_worker_may_start_for_as_long_as_its_pool_says() -> None:
         ({"model": {"source": "hub", "hub": {"name": "just-a-name"}}}, "hub/name"),
         ({"model": {"source": "image"}}, "reference"),
         ({"router": {"replicas": 0}}, "replicas"),
+        (
+            {"router": {"files": {"claimName": "a"}, "options": {"filesUrl": "s3://bucket"}}},
+            "leave out one of them",
+        ),
         ({"router": {"gateway": {"http": {"enabled": True}}}}, "parentRefs"),
         ({"redis": {"builtin": {"enabled": False}}}, "urlSecret"),
         ({"image": {"digest": "sha256:12"}}, "digest"),
@@ -329,6 +337,17 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) ->
     with pytest.raises(HelmError) as refused:
         render(values)
     assert named in str(refused.value)
+
+
+def test_routers_share_a_claim_for_files() -> None:
+    values = {"router": {"files": {"claimName": "shared"}}}
+    objects = render(values)
+    made = container(objects, "router")
+    url = parse_router(command_line(made, {"POD_NAME": "router-0"})).files.files_url
+    (mount,) = [m for m in made["volumeMounts"] if url.startswith(m["mountPath"])]
+    pod = dict(pod_templates(objects))["router"]["spec"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+    assert volume["persistentVolumeClaim"] == {"claimName": "shared"}
 
 
 def test_a_size_may_have_a_unit() -> None:

@@ -16,12 +16,11 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.e2e.conftest import running_cluster
-from tests.harness.client import complete, complete_all, golden, metric, open_client
+from tests.harness.client import complete, complete_all, golden, metric, metric_at, open_client
 from tests.harness.cluster import LocalCluster, wait_for
 
 PROBE = golden(6)[0][0]  # 487 tokens
@@ -89,16 +88,6 @@ async def hits_are_back(cluster: LocalCluster) -> None:
     )
 
 
-def router_metric(cluster: LocalCluster, name: str, **labels: str) -> float:
-    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=10).text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
-
-
 def verify(cluster: LocalCluster) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tandem.ops.cli", "index", "verify", "--all"]
     command += ["--url", cluster.admin_url]
@@ -135,8 +124,8 @@ def test_verify_counts_what_differs_and_has_it_mended(
     assert re.search(r"^prefill-0 +\d+ +3 +2 +differs *$", bad.stdout, re.M), bad.stdout
     assert "decode-0" in bad.stdout
     wait_for(lambda: is_right(own), deadline_s=BACK_WITHIN_S, what="mending")
-    alarms = router_metric(
-        own, "tandem_prefix_index_alarms_total", worker="prefill-0", kind="audit"
+    alarms = metric_at(
+        own.admin_url, "tandem_prefix_index_alarms_total", worker="prefill-0", kind="audit"
     )
     assert alarms == 1
     assert metric(own, "prefill-0", "tandem_index_logs_total") >= 2
@@ -213,8 +202,8 @@ def test_the_first_look_up_of_a_new_router_hits(own: LocalCluster) -> None:
         what="the model of the router",
     )
     assert is_found(own)
-    assert router_metric(own, "tandem_prefix_lookups_total", outcome="hit") == 1
-    assert router_metric(own, "tandem_prefix_lookups_total") == 1
+    assert metric_at(own.admin_url, "tandem_prefix_lookups_total", outcome="hit") == 1
+    assert metric_at(own.admin_url, "tandem_prefix_lookups_total") == 1
 
 
 def test_a_killed_worker_is_not_chosen_after_its_records_time_to_live(own: LocalCluster) -> None:

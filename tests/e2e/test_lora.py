@@ -150,7 +150,7 @@ async def test_one_that_nobody_can_read_is_unavailable(adapters: Adapters) -> No
         ({"lora_name": "x"}, 400, "Both 'lora_name' and 'lora_path' must be provided"),
         ({"lora_name": "x", "lora_path": "there"}, 400, "must be an absolute path"),
         ({"lora_name": "x", "lora_path": "/nowhere"}, 400, "has no adapter_config.json"),
-        ({"lora_name": "model", "lora_path": "GOOD"}, 400, "which is the name of the model"),
+        ({"lora_name": "model", "lora_path": "GOOD"}, 400, "which is the name of a model"),
         ({"lora_name": "a b", "lora_path": "GOOD"}, 400, "letters, digits"),
         ({"lora_name": "x", "lora_path": "DORA"}, 400, "use_dora is True"),
         ({"lora_name": "x", "lora_path": "RANK"}, 400, "max-lora-rank allows at most 8"),

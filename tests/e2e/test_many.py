@@ -53,13 +53,19 @@ class Tiny:
 
 @contextmanager
 def serve_tiny(
-    redis: EmbeddedRedis, folder: Path, *, num_blocks: int, prefill: int, decode: int
+    redis: EmbeddedRedis,
+    folder: Path,
+    *,
+    num_blocks: int,
+    prefill: int,
+    decode: int,
+    vocabulary: int = VOCABULARY,
 ) -> Iterator[Tiny]:
     """Serves a tiny random model, with pools of so many blocks."""
     path = folder / "model"
     path.mkdir()
     _, model = make_tiny_model(
-        "llama", path, vocab_size=VOCABULARY, eos_token_id=ENDS, max_position_embeddings=2048
+        "llama", path, vocab_size=vocabulary, eos_token_id=ENDS, max_position_embeddings=2048
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve("smollm2").path / name, path)

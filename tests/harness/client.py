@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from redis import Redis
 
 from tandem.router.request.migration_budget import MigrationReason
 from tests.harness.cluster import LocalCluster, Served, wait_for
@@ -100,7 +101,12 @@ async def complete_choice(client: httpx.AsyncClient, **fields: Any) -> dict[str,
 def metric(cluster: Served, worker_id: str, name: str, **labels: str) -> float:
     """Sums a worker's samples of this metric whose labels match; 0 if there are none."""
     address = cluster.records()[worker_id]["metrics_address"]
-    text = httpx.get(f"http://{address}/metrics", timeout=10).text
+    return metric_at(f"http://{address}", name, **labels)
+
+
+def metric_at(url: str, name: str, **labels: str) -> float:
+    """As `metric`, of the process that answers at `url`."""
+    text = httpx.get(f"{url}/metrics", timeout=10).text
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)
@@ -110,14 +116,23 @@ def metric(cluster: Served, worker_id: str, name: str, **labels: str) -> float:
 
 
 def wait_published(cluster: LocalCluster) -> None:
-    """Waits until the workers are idle and the prefix tree has all blocks in their pools."""
+    """Waits until the workers are idle, and the prefix tree and the routers' replicas of it have
+    all blocks in the workers' pools."""
     cluster.wait_idle()
 
     def published() -> bool:
         lags = [
             metric(cluster, worker_id, "tandem_index_lag_blocks") for worker_id in cluster.workers
         ]
-        return not any(lags)
+        if any(lags):
+            return False
+        with Redis.from_url(cluster.redis.url) as redis:
+            buckets = redis.scan_iter(f"{{tandem:{cluster.cluster_id}:*}}:prefix:b:*", count=5000)
+            num_blocks = sum(int(redis.hlen(bucket)) for bucket in buckets)
+        return all(
+            metric_at(url, "tandem_prefix_replica_entries") == num_blocks
+            for url in cluster.admin_urls
+        )
 
     wait_for(published, deadline_s=30, what="publication of all blocks")
 

@@ -77,6 +77,10 @@ def free_port() -> int:
         return port
 
 
+# text in the command line of the pool controller's process
+CONTROLLER = "tandem.cluster.ray.controller"
+
+
 def process_named(cluster_id: str, name: str) -> int:
     """Finds the first process of a cluster with this text in its command line. Raises LookupError
     if there is none."""

@@ -74,7 +74,7 @@ class Joined:
             return dict(json.load(reply))
 
     def agents(self, pool: str) -> list[dict[str, Any]]:
-        return list(self.get("/v1/cluster")["pools"][pool]["agents"])
+        return list(self.get("/v1/cluster")["pools"][pool].get("agents", []))
 
     def serves(self, worker_id: str) -> bool:
         workers = {w["worker_id"]: w for w in self.get("/v1/cluster")["workers"]}

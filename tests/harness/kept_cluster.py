@@ -1,4 +1,4 @@
-"""A real cluster whose processes are kept running by Ray's agents, as with `tandem up`.
+"""A real cluster whose processes are kept running by the pool controller, as with `tandem up`.
 
 It has Redis, Ray's head with the pool controller, and the router and workers that it starts. The
 test owns the head, and may kill it and start a new one.
@@ -156,12 +156,8 @@ class KeptCluster:
 
     @property
     def logs(self) -> list[Path]:
-        """The logs of routers, workers, Ray's agents and the pool controller."""
-        sessions = self.folder.parent / "ray"
-        return [
-            *self.folder.glob("*.log"),
-            *{file.resolve() for file in sessions.glob("session_*/logs/worker-*.err")},
-        ]
+        """The logs of routers, workers, Ray's head and the pool controller."""
+        return [*self.folder.glob("*.log"), *self.folder.parent.glob("ray_head.log")]
 
     @property
     def url(self) -> str:
@@ -184,7 +180,8 @@ class KeptCluster:
         self._ray_pids = started.pids
 
     def kill_head(self) -> None:
-        """Kills GCS and raylet with SIGKILL. Controller and agents are not signalled."""
+        """Kills GCS, raylet and the process that restarts the controller with SIGKILL. The
+        controller ends with the last one."""
         for pid in self._ray_pids.values():
             os.kill(pid, signal.SIGKILL)
 
@@ -245,7 +242,7 @@ class KeptCluster:
         return process_named(self.cluster_id, name)
 
     def pids(self, pool: str) -> dict[str, int]:
-        """The pids of a pool's processes, as reported by its agents."""
+        """The pids of a pool's processes, as reported by the controller."""
         return {a["id"]: a["pid"] for a in self.state()["pools"][pool]["agents"]}
 
     def processes(self) -> Counter[str]:
@@ -261,7 +258,7 @@ class KeptCluster:
         return found
 
     def starts(self) -> Counter[str]:
-        """Counts how often the agents started each process."""
+        """Counts how often each process was started again."""
         pools = self.state()["pools"].values()
         return Counter({a["id"]: a["starts"] for pool in pools for a in pool.get("agents", ())})
 

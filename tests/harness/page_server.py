@@ -19,6 +19,7 @@ from typing import Any
 from tandem.api.admin.app import make_admin_app
 from tandem.api.admin.page_feed import PageFeed
 from tandem.api.http.server import HttpServer, bind
+from tandem.api.served_model import ServedModel
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
@@ -70,7 +71,9 @@ class SimulatedRouter:
 
         def ended(job: object) -> None: ...
 
-        dispatcher = Dispatcher(self.config, self.view, match, self.metrics, ended, lambda: False)
+        self.dispatcher = dispatcher = Dispatcher(
+            self.config, self.view, match, self.metrics, ended, lambda: False
+        )
         unused: Any = None
         self.generator = Generator(self.config, self.view, dispatcher, self.metrics, unused)
         self.generator.not_ready_reason = lambda: ""  # type: ignore[method-assign]
@@ -112,14 +115,22 @@ class SimulatedRouter:
         unused: Any = None
         app = make_admin_app(
             self.config,
-            self.generator,
-            self.control,
-            self.metrics,
-            unused,
+            [
+                ServedModel(
+                    self.config,
+                    self.view,
+                    self.metrics,
+                    self.dispatcher,
+                    self.generator,
+                    unused,
+                    self.control,
+                    unused,
+                )
+            ],
+            {"": self.feed},
             access,
             unused,
             self.trail,
-            self.feed,
         )
         sock = bind("127.0.0.1", self.config.admin.port, port_option="--port", send_deadline_s=60)
         server = HttpServer(app, self.config, access.clients)

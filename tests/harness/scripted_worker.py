@@ -24,7 +24,14 @@ from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.net.store.client import UNREACHABLE
-from tandem.net.store.registry import KvCompatibility, Registry, State, WorkerRecord
+from tandem.net.store.registry import (
+    ENCODE_GENERATION,
+    KvCompatibility,
+    Registry,
+    State,
+    WorkerRecord,
+    generation_of,
+)
 from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 
 RECORD_INTERVAL_S = 0.3
@@ -108,13 +115,15 @@ class ScriptedWorker(WorkerServicer):
         fingerprint: str,
         worker_id: str = "decode-0",
         role: str = "decode",
+        group: str = "",
         script: Script = silent,
+        rates: WorkerRates = WorkerRates(),
     ) -> None:
         self.script = script
         self.state: State = "ready"
         self.draining = False
         self.load = WorkerLoad(queue_max=8, blocks_total=1000)
-        self.rates = WorkerRates()
+        self.rates = rates
         self.pairs: dict[str, PairRate] = {}
         self.max_model_len = 2048
         # block hashes that it reports; None: it cannot list them
@@ -132,9 +141,13 @@ class ScriptedWorker(WorkerServicer):
         self.address = ""
         self.worker_id = worker_id
         self.role = self.pool = role
+        self.group = group
         self._registry = Registry(redis, cluster)
         self._token = cluster.token
-        self._compatibility = compatibility(fingerprint)
+        is_encoder = role == "encode"
+        make_compatibility = KvCompatibility.of_encode_worker if is_encoder else compatibility
+        self._compatibility = make_compatibility(fingerprint)
+        self._generation = generation_of(group, ENCODE_GENERATION if is_encoder else "")
         self._epoch = uuid.uuid4().hex
         self._started_at = time.time()
         self._server: grpc.aio.Server | None = None
@@ -206,6 +219,8 @@ class ScriptedWorker(WorkerServicer):
                 epoch=self._epoch,
                 role=self.role,
                 pool=self.pool,
+                generation=self._generation,
+                group=self.group,
                 state=self.state,
                 address=self.address,
                 metrics_address="",

@@ -24,6 +24,7 @@ from tandem.worker.__main__ import main as worker_main
 from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.process import main as engine_main
+from tests.scripted_drafts import always_draft
 
 STEP_S = 0.02
 HELD_STEP_S = 0.2
@@ -41,6 +42,8 @@ class SlowProcess(EngineProcess):
         super().__init__(settings)
         if ALWAYS_VARIABLE in os.environ:
             Speculator.num_worthwhile = num_all  # type: ignore[method-assign]
+            if self._engine._draft_model is not None:
+                always_draft(self._engine)
         forward = self._runner.forward
         hold = os.environ.get(HOLD_VARIABLE)
         if hold is None:

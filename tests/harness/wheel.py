@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 COMPILED = (
     "tandem.common._block_hash",
     "tandem.engine.tiers.slots._sketch_cells",
+    "tandem.prefix_index._replica_table",
     "tandem_kernels.native._decoder",
 )
 

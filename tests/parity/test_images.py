@@ -61,6 +61,7 @@ def _chats() -> list[_Chat]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # on two cores, five clusters need minutes to start
 @pytest.mark.parametrize("names", [("aggregated", "nixl"), WAYS])
 def test_the_tokens_are_those_of_transformers(
     names: tuple[str, ...], redis_server: EmbeddedRedis, tmp_path: Path

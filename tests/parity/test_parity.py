@@ -26,7 +26,14 @@ from tests.parity import adapters
 from tests.parity.compare import assert_as_transformers, difference, shrunk
 from tests.parity.models import make_random_model
 from tests.parity.rows import Row, drawn, pairwise
-from tests.parity.ways import WAYS, Way, all_disturbed, send_all_ways, start_ways
+from tests.parity.ways import (
+    WAYS,
+    Way,
+    all_disturbed,
+    draft_setting,
+    send_all_ways,
+    start_ways,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,9 @@ def ways(
     model = str(tiny.folder / adapters.BASE)
     folder = tmp_path_factory.mktemp("ways")
     own = adapters.options(tiny.folder)
-    with start_ways(redis_server, folder, model, *own, names=(*WAYS, "speculating")) as started:
+    with start_ways(
+        redis_server, folder, model, *own, names=(*WAYS, "speculating", "drafting")
+    ) as started:
         yield started
 
 
@@ -104,10 +113,14 @@ def test_workers_of_several_ranks(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_long_with_speculation(tiny: Tiny, redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_long_with_speculation(
+    method: str, tiny: Tiny, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
     model = str(tiny.folder / adapters.BASE)
     own = adapters.options(tiny.folder)
-    with start_ways(redis_server, tmp_path, model, *own, speculation="auto") as ways:
+    setting = "auto" if method == "suffix" else draft_setting(model)
+    with start_ways(redis_server, tmp_path, model, *own, speculation=setting) as ways:
         adapters.check(ways, tiny.folder, tiny.models)
         rows = drawn(int(os.environ.get("PARITY_SEED", "1")), 500)
         for start in range(0, len(rows), 50):

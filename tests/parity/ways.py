@@ -5,6 +5,7 @@ nixl, grpc   a prefill worker computes the prompt, and the blocks are pulled (cu
 preempted    the pool is too small for the concurrent requests
 migrated     the decode worker leaves the pool while its requests run, and another one joins
 speculating  one worker computes everything, and all proposed tokens are verified
+drafting     the blocks are pulled, and all tokens that the model itself proposes are verified
 ranks        two ranks compute the prompt, and two ranks decode
 disk         a worker that starts again loads the KV that it wrote to its disk before
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -155,6 +157,14 @@ class Speculating(Way):
         return metric(self.cluster, "decode-0", "tandem_accepted_tokens_total")
 
 
+class Drafting(Way):
+    """The model is its own draft model."""
+
+    def disturbances(self) -> float:
+        """Counts the accepted tokens."""
+        return metric(self.cluster, "decode-0", "tandem_accepted_tokens_total")
+
+
 class Restarted(Way):
     """A worker whose KV is on its disk, and which starts again between requests."""
 
@@ -225,6 +235,7 @@ def start_ways(
         "preempted": (Held, (0, 1), ("--num-blocks", str(small_pool))),
         "migrated": (Migrated, (1, 1), (*remote, "--transport", "nixl")),
         "speculating": (Speculating, (0, 1), ()),
+        "drafting": (Drafting, (1, 1), (*remote, "--transport", "nixl")),
         "ranks": (Way, (1, 1), (*remote, "--transport", "nixl")),
         "disk": (Restarted, (0, 1), disk),
     }
@@ -239,7 +250,8 @@ def start_ways(
             cluster.router_options = (*cluster.router_options, "--ttft-limit", "0")
             stack.callback(closing.submit, cluster.close)
             cluster.start_router()
-            setting = {"aggregated": "off", "speculating": "auto"}.get(name, speculation)
+            own = {"aggregated": "off", "speculating": "auto", "drafting": draft_setting(model)}
+            setting = own.get(name, speculation)
             if setting != "off":
                 cluster.options = (*cluster.options, "--speculative-config", setting)
             environment = {} if setting == "off" else {ALWAYS_VARIABLE: "1"}
@@ -262,6 +274,12 @@ def start_ways(
         yield ways
         for way in ways.values():
             way.cluster.wait_idle()
+
+
+def draft_setting(model: str) -> str:
+    """Returns the value of --speculative-config with a draft model."""
+    given = {"method": "draft_model", "model": model, "num_speculative_tokens": 5}
+    return json.dumps(given)
 
 
 def _hold_file(cluster: LocalCluster) -> Path:

@@ -1,4 +1,4 @@
-"""The pool controller and its agents on a real Ray head, with small stand-ins for the processes.
+"""The pool controller on a real Ray head, with small stand-ins for the processes.
 
 The tests talk to the controller as a router does, through Redis, and to the rest with signals.
 """
@@ -11,6 +11,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.cluster.ray.node import HeadStarted
 from tandem.common.config.cluster import CLUSTER_ID_VARIABLE, REDIS_URL_VARIABLE
+from tests.harness.cluster import CONTROLLER
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.service
@@ -75,15 +77,13 @@ class RealCluster:
             if psutil.Process(pid).cmdline()[-1:] == [process_id]
         ]
 
-    def actors(self, kind: str) -> set[int]:
-        """Pids of the actors of a class."""
+    def controllers(self) -> set[int]:
+        """Pids of the pool controller; empty if it does not run."""
         found = set()
         for pid in guardian.cluster_processes(self.spec.cluster_id):
-            try:
-                if psutil.Process(pid).cmdline()[:1] == [f"ray::{kind}"]:
+            with suppress(psutil.NoSuchProcess):
+                if CONTROLLER in psutil.Process(pid).cmdline():
                     found.add(pid)
-            except psutil.NoSuchProcess:
-                continue
         return found
 
 
@@ -167,8 +167,6 @@ def test_pools_grow_and_shrink_by_the_newest(cluster: RealCluster) -> None:
     assert cluster.running("prefill") == oldest
     alive = guardian.cluster_processes(cluster.spec.cluster_id)
     assert {i for i, pid in grown.items() if pid in alive} == {"prefill-0"}
-    # The agent that lost its process ends a little after it.
-    wait_until(lambda: len(cluster.actors("Agent")) == 3)
 
 
 def test_one_that_does_not_drain_in_time_is_killed(cluster: RealCluster) -> None:
@@ -189,15 +187,23 @@ def test_a_request_that_makes_no_sense_changes_nothing(cluster: RealCluster) -> 
     assert cluster.pools() == before
 
 
-def test_killed_agents_come_back_and_adopt_what_runs(cluster: RealCluster) -> None:
+def test_a_cluster_of_one_machine_has_no_ray_actor(cluster: RealCluster) -> None:
+    """Each idle one would take 0.6% of a core."""
+    names = [
+        psutil.Process(p).cmdline()[0] for p in guardian.cluster_processes(cluster.spec.cluster_id)
+    ]
+    # these two are processes of Ray's node, not actors
+    own = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+    assert not [name for name in names if name.startswith("ray::") and not name.startswith(own)]
+
+
+def test_a_killed_controller_comes_back_and_adopts_what_runs(cluster: RealCluster) -> None:
     before = {p: cluster.running(p) for p in ("router", "prefill", "decode")}
-    agents = cluster.actors("Agent")
-    for pid in agents:
-        os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: len(cluster.actors("Agent") - agents) == 3)
+    (controller,) = cluster.controllers()
+    os.kill(controller, signal.SIGKILL)
     (router,) = before["router"].values()
     assert psutil.pid_exists(router)
-    # The new agent watches the old process: when that dies, there is a next one.
+    # The new controller watches the old process: when that dies, there is a next one.
     os.kill(router, signal.SIGKILL)
     wait_until(lambda: cluster.running("router").get("router-0", router) != router)
     assert {p: cluster.running(p) for p in ("prefill", "decode")} == {
@@ -210,9 +216,9 @@ def test_a_killed_controller_remembers_the_sizes(cluster: RealCluster) -> None:
     cluster.scale(prefill=2)
     wait_until(lambda: cluster.has("prefill", 2))
     running = cluster.running("prefill")
-    (controller,) = cluster.actors("PoolController")
+    (controller,) = cluster.controllers()
     os.kill(controller, signal.SIGKILL)
-    wait_until(lambda: cluster.actors("PoolController") - {controller})
+    wait_until(lambda: cluster.controllers() - {controller})
     cluster.scale(router=2)
     wait_until(lambda: cluster.has("router", 2))
     assert cluster.running("prefill") == running
@@ -223,7 +229,7 @@ def test_a_killed_controller_remembers_the_sizes(cluster: RealCluster) -> None:
 def test_processes_outlive_ray_and_are_adopted_by_the_next(cluster: RealCluster) -> None:
     before = {p: cluster.running(p) for p in ("router", "prefill", "decode")}
     cluster.head.end()
-    wait_until(lambda: not cluster.actors("Agent"))
+    wait_until(lambda: not cluster.controllers())
     alive = guardian.cluster_processes(cluster.spec.cluster_id)
     assert all(pid in alive for pool in before.values() for pid in pool.values())
     cluster.redis.delete(f"{{tandem:{cluster.spec.cluster_id}}}:pools")
@@ -241,7 +247,7 @@ def test_one_that_drained_when_ray_ended_is_not_started_by_the_next(cluster: Rea
     wait_until(lambda: cluster.has("prefill", 2))
     stays, leaves = (cluster.running("prefill")[f"prefill-{n}"] for n in (0, 1))
     cluster.head.end()
-    wait_until(lambda: not cluster.actors("Agent"))
+    wait_until(lambda: not cluster.controllers())
     run_folder = Path(cluster.spec.run_folder)
     known = owned.read(run_folder)
     assert known is not None
@@ -261,14 +267,18 @@ def test_one_that_drained_when_ray_ended_is_not_started_by_the_next(cluster: Rea
     assert record["pid"] == leaves, "it was started again"
 
 
-def test_what_a_killed_gcs_leaves_of_ray_is_gone_before_the_next(cluster: RealCluster) -> None:
-    """Its agents would live on for a minute, and start what the next ones start, too."""
+@pytest.mark.parametrize("name", ["gcs_server", "head process"])
+def test_what_a_killed_process_leaves_of_ray_is_gone_before_the_next(
+    cluster: RealCluster, name: str
+) -> None:
+    """Its controller would live on, and start what the next one starts, too."""
+    cluster.scale(prefill=1)
+    wait_until(lambda: cluster.has("prefill", 1))
     before = cluster.running("prefill")
-    left = cluster.actors("Agent") | cluster.actors("PoolController")
-    os.kill(cluster.started.pids["gcs_server"], signal.SIGKILL)
+    left = cluster.controllers()
+    os.kill(cluster.started.pids[name], signal.SIGKILL)
     cluster.start_ray()
-    assert not left & (cluster.actors("Agent") | cluster.actors("PoolController"))
-    wait_until(lambda: len(cluster.actors("Agent")) == 3)
+    assert not left & cluster.controllers()
     assert cluster.running("prefill") == before
     os.kill(before["prefill-0"], signal.SIGKILL)
     wait_until(lambda: cluster.running("prefill").get("prefill-0", 0) not in (0, *before.values()))

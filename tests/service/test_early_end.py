@@ -75,7 +75,7 @@ from tandem.worker.engine_process.program import ENGINE_MODULE
 from tandem.worker.lifecycle import worker
 
 class Stuck:
-    def __init__(self, config, servicer, engine): pass
+    def __init__(self, config, servicer, engine): self.config = config
     def stop(self, deadline_s): pass
     async def run(self):
         pathlib.Path(sys.argv[1]).touch()

@@ -16,8 +16,9 @@ from tandem.net.store.client import UNREACHABLE, Client, connect, wait_until_ans
 from tandem.net.store.registry import Registry
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
-from tandem.router.workers.pools import read_pools, request_sizes
+from tandem.router.workers.pools import control_keys, read_pools, request_sizes
 from tests.chains import chain
+from tests.harness.followed_index import followed
 from tests.harness.redis_kinds import (
     HOST,
     QUOTED,
@@ -44,6 +45,13 @@ async def use_all_of_it(redis: Client, cluster: ClusterConfig) -> None:
     reader = RedisIndex(redis, cluster.cluster_id)
     await reader.open()
     assert await reader.match(blocks) == {f"w{i}": 10 * i + 1 for i in range(33)}
+    async with followed(redis, cluster.cluster_id) as replicated:
+        assert await replicated.match(blocks) == {f"w{i}": 10 * i + 1 for i in range(33)}
+        await index.reset("w0", "2")
+        assert await index.publish("w0", "2", 0, blocks[:2], [])
+        assert (await replicated.match(blocks))["w0"] == 2
+        await index.reset("w0", "1")
+        assert await index.publish("w0", "1", 0, blocks[:1], [])
     await index.forget("w32")
     assert await reader.sweep(100)
     assert max((await reader.match(blocks)).values()) == 311
@@ -53,7 +61,9 @@ async def use_all_of_it(redis: Client, cluster: ClusterConfig) -> None:
     await registry.write(a_record("w0"))
     await registry.write(a_record("w1"))
     assert [r.worker_id for r in await registry.read()] == ["w0", "w1"]
-    assert await registry.data_set() == await registry.data_set()
+    read = [await registry.read_all(control_keys(cluster.cluster_id)) for _ in range(2)]
+    assert read[0] == read[1]
+    assert read[0].records == await registry.read()
     await registry.remove("w0")
     assert [r.worker_id for r in await registry.read()] == ["w1"]
 
@@ -118,11 +128,11 @@ async def test_sentinel_and_a_fail_over(tmp_path: Path) -> None:
             publisher.add(blocks[:1000], [])
             await until_matched(index, blocks, 1000)
             registry = Registry(redis, cluster)
-            before = await registry.data_set()
+            before = (await registry.read_all(control_keys("c"))).data_set
             service.master.stop()
             publisher.add(blocks[1000:], [])
             await until_matched(index, blocks, 2000)
-            assert await registry.data_set() != before
+            assert (await registry.read_all(control_keys("c"))).data_set != before
             await publisher.aclose()
 
 

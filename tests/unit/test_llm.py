@@ -22,6 +22,8 @@ from typing import Any
 
 import psutil
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from tandem import (
     LLM,
@@ -179,6 +181,23 @@ def test_the_models_defaults_apply_without_parameters(folder: ModelFolder, tmp_p
         assert completion(again.generate("Once")) == first
 
 
+def test_texts_get_the_tokens_that_the_tokenizer_adds(folder: ModelFolder, tmp_path: Path) -> None:
+    """As in the HTTP API: a model that expects a bos would give another answer without it."""
+    for file in folder.path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    tokens = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
+    bos = "<|im_start|>"
+    tokens.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokens.token_to_id(bos))]
+    )
+    (tmp_path / "tokenizer.json").unlink()
+    tokens.save(str(tmp_path / "tokenizer.json"))
+    with LLM(tmp_path, **SETTINGS) as made:
+        [output] = made.generate("Once", GREEDY)
+        assert output.prompt_token_ids == tokens.encode("Once").ids
+        assert output.prompt_token_ids[0] == tokens.token_to_id(bos)
+
+
 def test_chats_and_their_streams(llm: LLM) -> None:
     only = completion(llm.chat(HELLO, GREEDY))
     assert completion([*llm.chat_stream(HELLO, GREEDY)][-1:]) == only
@@ -279,6 +298,15 @@ def test_wrong_parameters_are_refused_when_they_are_made(
 ) -> None:
     with pytest.raises(BadRequest, match=message):
         SamplingParams(**fields)
+
+
+def test_a_draft_model_proposes_tokens(llm: LLM, folder: ModelFolder) -> None:
+    draft = {"method": "draft_model", "model": str(folder.path), "num_speculative_tokens": 4}
+    with LLM(folder.path, speculative_config=draft, **SETTINGS) as drafted:
+        expected, found = (each.generate(["Once upon a time"], GREEDY) for each in (llm, drafted))
+    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    with pytest.raises(ConfigError, match="speculative-config has the method 'medusa'"):
+        LLM(folder.path, speculative_config={"method": "medusa"})
 
 
 def test_arguments_that_do_not_exist_are_named(llm: LLM, folder: ModelFolder) -> None:

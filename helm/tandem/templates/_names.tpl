@@ -56,10 +56,45 @@ labels:
 {{- end -}}
 {{- end -}}
 
-{{/* The values of one pool, over those of both: root, pool. YAML, for fromYaml. */}}
+{{/* The role of the workers of a pool: decode for the pool qwen-decode of the further model qwen. */}}
+{{- define "tandem.role" -}}
+{{- . | splitList "-" | last -}}
+{{- end -}}
+
+{{/* The entry of `models` that a pool belongs to, as YAML, for fromYaml: root, pool. Empty for the pools of
+     the first model. `--reuse-values` of a release of an older chart has no `models`. */}}
+{{- define "tandem.entry" -}}
+{{- range .root.Values.models -}}
+{{- if hasPrefix (printf "%s-" .name) $.pool -}}
+{{- if eq $.pool (printf "%s-%s" .name (include "tandem.role" $.pool)) -}}
+{{- toYaml . -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Options of a pool that fit one model only, with their defaults, as YAML, for fromYaml. */}}
+{{- define "tandem.optionsOfOneModel" -}}
+{{- dict "lora" "" "maxModelLen" 0 "numBlocks" 0 "speculativeConfig" "off" "kvEventsModel" "" | toYaml -}}
+{{- end -}}
+
+{{/* The values of one pool, over those of all: root, pool. The pools of a further model have the values of
+     the first model's, unless its entry has others, but the defaults of options that fit one model only.
+     YAML, for fromYaml. */}}
 {{- define "tandem.pool" -}}
 {{- $values := deepCopy .root.Values.worker -}}
-{{- range $key, $value := index .root.Values .pool -}}
+{{- $role := include "tandem.role" .pool -}}
+{{- $entry := include "tandem.entry" . | fromYaml -}}
+{{- if eq .pool "encode" -}}
+{{- /* What sizes the other pools looks at KV and tokens, which encode workers have not. */ -}}
+{{- $_ := set $values "sizeOwner" "chart" -}}
+{{- end -}}
+{{- $ofOneModel := dict -}}
+{{- if $entry -}}
+{{- $_ := set $ofOneModel "options" (include "tandem.optionsOfOneModel" . | fromYaml) -}}
+{{- end -}}
+{{- range $over := list (index .root.Values $role) $ofOneModel (index $entry $role) -}}
+{{- range $key, $value := $over -}}
 {{- if and (eq $key "image") (kindIs "map" $value) -}}
 {{- $_ := set $values $key (include "tandem.imageOver" (dict "base" $values.image "over" $value) | fromYaml) -}}
 {{- else if and (kindIs "map" $value) (has $key (list "options" "gpu" "rdma" "sameHost" "resources" "podDisruptionBudget" "hpa" "keda" "nearPeers")) -}}
@@ -70,23 +105,65 @@ labels:
 {{- $_ := set $values $key $value -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
 {{- toYaml $values -}}
 {{- end -}}
 
+{{/* The pools of workers, as a YAML list. `--reuse-values` of a release of an older chart has no encode. */}}
+{{- define "tandem.workerPools" -}}
+{{- $encode := default dict .Values.encode -}}
+{{- $found := gt (int (default 0 $encode.replicas)) 0 | ternary (list "prefill" "decode" "encode") (list "prefill" "decode") -}}
+{{- range .Values.models -}}
+{{- $found = append (append $found (printf "%s-prefill" .name)) (printf "%s-decode" .name) -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}
+
+{{/* The values of --more-models of a router; empty without further models. */}}
+{{- define "tandem.moreModels" -}}
+{{- $entries := list -}}
+{{- range $entry := .Values.models -}}
+{{- $words := list (include "tandem.modelOf" (dict "root" $ "entry" $entry)) -}}
+{{- $words = append $words (printf "group=%s" $entry.name) -}}
+{{- $words = append $words (printf "served-model-name=%s" (default $entry.name $entry.servedName)) -}}
+{{- $words = append $words (printf "model-impl=%s" $.Values.model.impl) -}}
+{{- with dig "hub" "revision" "" $entry -}}
+{{- $words = append $words (printf "model-revision=%s" .) -}}
+{{- end -}}
+{{- with include "tandem.scaleObjects" (dict "Values" $.Values "Release" $.Release "Chart" $.Chart "entry" $entry) -}}
+{{- $words = append $words (printf "scale-objects=%s" .) -}}
+{{- end -}}
+{{- range $name, $value := $entry.options -}}
+{{- $words = append $words (printf "%s=%s" (kebabcase $name) (include "tandem.number" $value)) -}}
+{{- end -}}
+{{- $quoted := list -}}
+{{- range $words -}}
+{{- $quoted = append $quoted (printf "'%s'" (replace "'" "'\\''" .)) -}}
+{{- end -}}
+{{- $entries = append $entries (join " " $quoted) -}}
+{{- end -}}
+{{- join "; " $entries -}}
+{{- end -}}
+
 {{/* What --scale-objects is: the objects whose size is a person's to set. Empty where a router may set
-     no pool's: not to have a token is better, then. */}}
+     no pool's: not to have a token is better, then. `entry`, if it is there, is the further model whose
+     pools are meant. */}}
 {{- define "tandem.scaleObjects" -}}
 {{- $name := include "tandem.fullname" . -}}
+{{- $group := dig "name" "" (default dict .entry) -}}
 {{- $found := list -}}
 {{- if and .Values.router.scalesPools .Values.rbac.create (not .Values.rayCluster.enabled) -}}
-{{- range $pool := list "prefill" "decode" -}}
+{{- range $pool := include "tandem.workerPools" . | fromYamlArray -}}
 {{- $values := include "tandem.pool" (dict "root" $ "pool" $pool) | fromYaml -}}
-{{- if has $values.sizeOwner (list "chart" "other") -}}
-{{- $found = append $found (printf "%s=statefulsets/%s-%s" $pool $name $pool) -}}
+{{- $entry := include "tandem.entry" (dict "root" $ "pool" $pool) | fromYaml -}}
+{{- if and (has $values.sizeOwner (list "chart" "other")) (eq $group (dig "name" "" $entry)) -}}
+{{- $found = append $found (printf "%s=statefulsets/%s-%s" (include "tandem.role" $pool) $name $pool) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- if $found -}}
+{{- if and $found $group -}}
+{{- join "," $found -}}
+{{- else if $found -}}
 {{- append $found (printf "router=deployments/%s-router" $name) | join "," -}}
 {{- end -}}
 {{- end -}}
@@ -169,10 +246,12 @@ labels:
 {{- define "tandem.surgedPools" -}}
 {{- $hook := include "tandem.upgradeHook" . | fromYaml -}}
 {{- $found := list -}}
-{{- if and $hook.surge (include "tandem.keepsSizes" .) (not .Values.rayCluster.enabled) (ne .Values.router.options.autoscale "on") -}}
-{{- range $pool := list "prefill" "decode" -}}
+{{- if and $hook.surge (include "tandem.keepsSizes" .) (not .Values.rayCluster.enabled) -}}
+{{- range $pool := without (include "tandem.workerPools" . | fromYamlArray) "encode" -}}
 {{- $values := include "tandem.pool" (dict "root" $ "pool" $pool) | fromYaml -}}
-{{- if has $values.sizeOwner (list "chart" "other") -}}
+{{- $entry := include "tandem.entry" (dict "root" $ "pool" $pool) | fromYaml -}}
+{{- $autoscale := empty $entry | ternary $.Values.router.options.autoscale (dig "options" "autoscale" "off" $entry) -}}
+{{- if and (has $values.sizeOwner (list "chart" "other")) (ne $autoscale "on") -}}
 {{- $found = append $found (printf "statefulsets/%s-%s" (include "tandem.fullname" $) $pool) -}}
 {{- end -}}
 {{- end -}}

@@ -187,6 +187,13 @@ inherit the niceness of the agents that start them. */}}
           items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]
 {{- end -}}
 
+{{/* What --model is for a further model: root, entry. It is in the same place as the first model. */}}
+{{- define "tandem.modelOf" -}}
+{{- if .entry.hub -}} {{ .entry.hub.name }}
+{{- else -}} {{ printf "/model/%s" (trimPrefix "/" .entry.path) | trimSuffix "/" }}
+{{- end -}}
+{{- end -}}
+
 {{/* What --model is. */}}
 {{- define "tandem.model" -}}
 {{- $model := .Values.model -}}

@@ -15,6 +15,10 @@
 - --served-model-name
 - {{ . | quote }}
 {{- end }}
+{{- with include "tandem.moreModels" $root }}
+- --more-models
+- {{ . | quote }}
+{{- end }}
 - --admin-host
 - {{ .adminHost | quote }}
 - --admin-port

@@ -62,15 +62,26 @@ volumes:
 
 {{/* The options of a pool's worker: root, pool, values, id. */}}
 {{- define "tandem.workerArgs" -}}
+{{- $entry := include "tandem.entry" . | fromYaml -}}
+{{- $revision := eq .root.Values.model.source "hub" | ternary .root.Values.model.hub.revision "" -}}
+{{- $model := include "tandem.model" .root -}}
+{{- if $entry -}}
+{{- $revision = dig "hub" "revision" "" $entry -}}
+{{- $model = include "tandem.modelOf" (dict "root" .root "entry" $entry) -}}
+{{- end -}}
 - --role
-- {{ .pool }}
+- {{ include "tandem.role" .pool }}
 - --worker-id
 - {{ .id | quote }}
 - --model
-- {{ include "tandem.model" .root | quote }}
-{{- if and (eq .root.Values.model.source "hub") .root.Values.model.hub.revision }}
+- {{ $model | quote }}
+{{- with $entry }}
+- --group
+- {{ .name }}
+{{- end }}
+{{- with $revision }}
 - --model-revision
-- {{ .root.Values.model.hub.revision | quote }}
+- {{ . | quote }}
 {{- end }}
 - --model-impl
 - {{ .root.Values.model.impl }}
@@ -203,7 +214,8 @@ volumeMounts:
 {{- $affinity := deepCopy .values.affinity -}}
 {{- with .values.nearPeers -}}
 {{- if .topologyKey -}}
-{{- $other := eq $.pool "prefill" | ternary "decode" "prefill" -}}
+{{- $role := include "tandem.role" $.pool -}}
+{{- $other := printf "%s%s" (trimSuffix $role $.pool) (eq $role "prefill" | ternary "decode" "prefill") -}}
 {{- $labels := include "tandem.selector" (dict "root" $.root "component" $other) | fromYaml -}}
 {{- $term := dict "topologyKey" .topologyKey "labelSelector" (dict "matchLabels" $labels) -}}
 {{- $wish := dict "weight" (int64 .weight) "podAffinityTerm" $term -}}

@@ -20,7 +20,7 @@ inline float dot_of_rows(const float* a, const float* b, int num) {
     int at = 0;
     for (; at + kPanel <= num; at += kPanel)
         for (int v = 0; v < kVectors; ++v)
-            sums[v] += load(a + at + v * kLanes) * load(b + at + v * kLanes);
+            sums[v] = fused(load(a + at + v * kLanes), load(b + at + v * kLanes), sums[v]);
     float total = sum(sums);
     for (; at < num; ++at) total += a[at] * b[at];
     return total;
@@ -126,7 +126,8 @@ inline void correct_copies(const Model& model, int index, const Step& step, cons
         for (int i = 0; i < hidden; ++i) {
             const float difference = x[i] - copies[active * hidden + i];
             for (int copy = 0; copy < num; ++copy)
-                copies[copy * hidden + i] += difference * factors[copy];
+                copies[copy * hidden + i] =
+                    fused(difference, factors[copy], copies[copy * hidden + i]);
             x[i] = copies[active * hidden + i];
             if (layer.output_scale != nullptr) x[i] *= layer.output_scale[i];
         }
@@ -176,8 +177,8 @@ inline void cut_gates(float deviations, int num, float* gates) {
     float total = 0.0f, squares = 0.0f;
     for (int i = 0; i < num; ++i) total += gates[i];
     const float mean = total / num;
-    for (int i = 0; i < num; ++i) squares += (gates[i] - mean) * (gates[i] - mean);
-    const float cutoff = mean + std::sqrt(squares / num) * deviations;
+    for (int i = 0; i < num; ++i) squares = fused(gates[i] - mean, gates[i] - mean, squares);
+    const float cutoff = fused(std::sqrt(squares / num), deviations, mean);
     for (int i = 0; i < num; ++i) gates[i] = std::max(gates[i] - cutoff, 0.0f);
 }
 

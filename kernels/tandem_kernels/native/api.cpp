@@ -1,6 +1,6 @@
 // The C functions that Python calls with ctypes (library.py). They throw no exceptions. A returned
-// status of 0 means success, 1 means that there is not enough memory, and 2 that another rank of a
-// tensor-parallel engine has ended.
+// status of 0 means success, 1 means that there is not enough memory, 2 that another rank of a
+// tensor-parallel engine has ended, and 3 that the processor or the library lacks the instruction set.
 
 #include <omp.h>
 
@@ -36,6 +36,9 @@ const Choice kBuilt[] = {
 #if defined(TANDEM_HAS_AVX2) && defined(__x86_64__)
     {"avx2", &tandem::avx2},
 #endif
+#if defined(TANDEM_HAS_NEON) && defined(__aarch64__)
+    {"neon", &tandem::neon},
+#endif
 #ifdef TANDEM_HAS_PLAIN
     {"plain", &tandem::plain},
 #endif
@@ -52,6 +55,8 @@ Choice choose(const char* wanted) {
     }
     return {nullptr, nullptr};
 }
+
+constexpr int kNoInstructions = 3;
 
 struct Decoder {
     tandem::Model model;
@@ -200,6 +205,7 @@ void tandem_measure(void* decoder, const float* logits, const tandem::Measure* m
 // Samples a token from each row. The members of `draws` are described in decoder.h.
 int tandem_draw(const char* wanted, const tandem::Draws* draws, int32_t num_threads) {
     const Choice choice = choose(wanted);
+    if (choice.entry == nullptr) return kNoInstructions;
     return guarded([&] { choice.entry->draw(*draws, num_threads); });
 }
 
@@ -223,18 +229,22 @@ void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, f
 }
 
 // Kernels of layers with a state (state.h), apart from a step.
-void tandem_convolve(const char* wanted, const tandem::Convolution* convolution,
-                     int32_t num_threads) {
+int tandem_convolve(const char* wanted, const tandem::Convolution* convolution,
+                    int32_t num_threads) {
     const Choice choice = choose(wanted);
+    if (choice.entry == nullptr) return kNoInstructions;
     by_team(num_threads, [&](const tandem::Team& team) {
         choice.entry->convolve(*convolution, team);
     });
+    return 0;
 }
 
-void tandem_scan_states(const char* wanted, const tandem::StateScan* scan, int32_t num_threads) {
+int tandem_scan_states(const char* wanted, const tandem::StateScan* scan, int32_t num_threads) {
     const Choice choice = choose(wanted);
+    if (choice.entry == nullptr) return kNoInstructions;
     by_team(num_threads,
             [&](const tandem::Team& team) { choice.entry->scan_states(*scan, team); });
+    return 0;
 }
 
 // Writes the seconds that steps spent in each Stage since the last call.

@@ -35,7 +35,7 @@ namespace tandem::TANDEM_ISA {
 constexpr int kPieceKeys = 512;  // keys in a piece, a multiple of all sizes of tiles
 constexpr int kKeys = 64;        // keys in a tile
 constexpr int kKeysMax = 128;    // largest number of keys in a tile; attention_dot.h has 128
-constexpr int kRowsMax = 96;     // largest number of rows in an item
+constexpr int kRowsMax = 192;    // largest number of rows in an item
 constexpr int kPanels = kKeys / kPanel;
 
 // The numbers of a row are followed by some unused ones. Otherwise the numbers that a product takes
@@ -71,25 +71,22 @@ inline void transpose(const T* const* rows, size_t run, int num_keys, int dim, u
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i)
                 std::memcpy(&r[i], rows[key + i] + d * kOfWord<T>, sizeof r[i]);
-            const Eight low = {0, 8, 1, 9, 4, 12, 5, 13}, high = {2, 10, 3, 11, 6, 14, 7, 15};
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i += 2) {
-                s[i] = __builtin_shuffle(r[i], r[i + 1], low);
-                s[i + 1] = __builtin_shuffle(r[i], r[i + 1], high);
+                s[i] = shuffled<0, 8, 1, 9, 4, 12, 5, 13>(r[i], r[i + 1]);
+                s[i + 1] = shuffled<2, 10, 3, 11, 6, 14, 7, 15>(r[i], r[i + 1]);
             }
-            const Eight pairs = {0, 1, 8, 9, 4, 5, 12, 13}, other = {2, 3, 10, 11, 6, 7, 14, 15};
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i += 4) {
-                r[i] = __builtin_shuffle(s[i], s[i + 2], pairs);
-                r[i + 1] = __builtin_shuffle(s[i], s[i + 2], other);
-                r[i + 2] = __builtin_shuffle(s[i + 1], s[i + 3], pairs);
-                r[i + 3] = __builtin_shuffle(s[i + 1], s[i + 3], other);
+                r[i] = shuffled<0, 1, 8, 9, 4, 5, 12, 13>(s[i], s[i + 2]);
+                r[i + 1] = shuffled<2, 3, 10, 11, 6, 7, 14, 15>(s[i], s[i + 2]);
+                r[i + 2] = shuffled<0, 1, 8, 9, 4, 5, 12, 13>(s[i + 1], s[i + 3]);
+                r[i + 3] = shuffled<2, 3, 10, 11, 6, 7, 14, 15>(s[i + 1], s[i + 3]);
             }
-            const Eight first = {0, 1, 2, 3, 8, 9, 10, 11}, second = {4, 5, 6, 7, 12, 13, 14, 15};
 #pragma GCC unroll 8
             for (int i = 0; i < 4; ++i) {
-                const Eight a = __builtin_shuffle(r[i], r[i + 4], first);
-                const Eight b = __builtin_shuffle(r[i], r[i + 4], second);
+                const Eight a = shuffled<0, 1, 2, 3, 8, 9, 10, 11>(r[i], r[i + 4]);
+                const Eight b = shuffled<4, 5, 6, 7, 12, 13, 14, 15>(r[i], r[i + 4]);
                 std::memcpy(to + (d + i) * kKeys + key, &a, sizeof a);
                 std::memcpy(to + (d + i + 4) * kKeys + key, &b, sizeof b);
             }
@@ -114,7 +111,7 @@ inline __attribute__((always_inline)) void add_products(Floats (&sums)[NP][kVect
 #pragma GCC unroll 8
             for (int p = 0; p < NP; ++p)
 #pragma GCC unroll 8
-                for (int v = 0; v < kVectors; ++v) sums[p][v][m] += each * vectors[p][v];
+                for (int v = 0; v < kVectors; ++v) sums[p][v][m] = fused(each, vectors[p][v], sums[p][v][m]);
         }
     } else {
         Floats numbers[MR];
@@ -126,7 +123,8 @@ inline __attribute__((always_inline)) void add_products(Floats (&sums)[NP][kVect
             for (int v = 0; v < kVectors; ++v) {
                 const Floats each = vector(p, v);
 #pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) sums[p][v][m] += numbers[m] * each;
+                for (int m = 0; m < MR; ++m)
+                    sums[p][v][m] = fused(numbers[m], each, sums[p][v][m]);
             }
     }
 }
@@ -230,12 +228,25 @@ inline void gather_rows(const float* weights, ValueOf value_of, int num_keys, in
         gather<MR, 1>(weights, value_of, num_keys, dim, first, factors, out);
 }
 
-// Returns which element of a head is element i in the order of lanes_again().
-inline int in_head(int i, float) { return i; }
+// Puts a panel that is in the order of lanes_again() in the order of outputs.
+inline void put_in_order(Floats (&)[kVectors], float) {}
 
-inline int in_head(int i, Bf16) {
-    const int panel = i / kPanel * kPanel, lane = i % kPanel;
-    return kLanes == kPanel ? i : panel + lane % (kPanel / 2) * 2 + lane / (kPanel / 2);
+inline void put_in_order([[maybe_unused]] Floats (&panel)[kVectors], Bf16) {
+#if TANDEM_LANES < 16
+    constexpr int kWords = kVectors / 2;
+    Floats ordered[kVectors];
+    for (int v = 0; v < kWords; ++v) {
+        const Floats even = panel[v], odd = panel[v + kWords];
+#if TANDEM_LANES == 8
+        ordered[2 * v] = shuffled<0, 8, 1, 9, 2, 10, 3, 11>(even, odd);
+        ordered[2 * v + 1] = shuffled<4, 12, 5, 13, 6, 14, 7, 15>(even, odd);
+#else
+        ordered[2 * v] = shuffled<0, 4, 1, 5>(even, odd);
+        ordered[2 * v + 1] = shuffled<2, 6, 3, 7>(even, odd);
+#endif
+    }
+    std::memcpy(panel, ordered, sizeof panel);
+#endif
 }
 
 // The keys to which a row attends: keys 0 to `start` - 1 and keys `first` to `end` - 1. Without a
@@ -289,25 +300,35 @@ struct RowSums {
     }
 };
 
-// Raises the base of a row's sums to its highest score of a tile of `num_keys` keys. The row attends
-// to the keys in `seen`. Returns the factor by which the row's earlier sums must be multiplied.
-inline float raise_base(float* scores, Seen seen, int num_keys, RowSums& sums) {
-    if (!seen.any(num_keys)) return 1.0f;
-    seen.before(num_keys, [&](int key, int end) {
-        for (; key < end; ++key) scores[key] = -INFINITY;
-    });
-    for (int key = seen.end; key < num_keys; ++key) scores[key] = -INFINITY;
-    Floats high[kVectors];
-    for (int v = 0; v < kVectors; ++v) high[v] = load(scores + v * kLanes);
-    for (int at = kPanel; at < num_keys; at += kPanel)
-        for (int v = 0; v < kVectors; ++v) high[v] = max(high[v], load(scores + at + v * kLanes));
-    const float before = sums.base, in_tile = largest(high) * kLog2E;
-    if (!(in_tile > before)) return 1.0f;
-    sums.base = in_tile;
-    return exp2(all(before - in_tile))[0];
+// Raises the bases of the sums of MR rows to their highest scores of a tile of `num_keys` keys. Row m
+// attends to the keys in `seen[m]`. Writes the factors by which the rows' earlier sums must be
+// multiplied.
+template <int MR>
+inline void raise_bases(float* scores, const Seen* seen, int num_keys, RowSums* sums,
+                        float (&factors)[MR]) {
+    constexpr int kFactors = (MR + kLanes - 1) / kLanes * kLanes;
+    float apart[kFactors] = {};  // exp2(0) is 1
+    for (int m = 0; m < MR; ++m, scores += kScoreRow) {
+        if (!seen[m].any(num_keys)) continue;
+        seen[m].before(num_keys, [&](int key, int end) {
+            for (; key < end; ++key) scores[key] = -INFINITY;
+        });
+        for (int key = seen[m].end; key < num_keys; ++key) scores[key] = -INFINITY;
+        Floats high[kVectors];
+        for (int v = 0; v < kVectors; ++v) high[v] = load(scores + v * kLanes);
+        for (int at = kPanel; at < num_keys; at += kPanel)
+            for (int v = 0; v < kVectors; ++v)
+                high[v] = max(high[v], load(scores + at + v * kLanes));
+        const float before = sums[m].base, in_tile = largest(high) * kLog2E;
+        const bool is_higher = in_tile > before;
+        sums[m].base = is_higher ? in_tile : before;
+        apart[m] = is_higher ? before - in_tile : 0.0f;
+    }
+    for (int at = 0; at < kFactors; at += kLanes) store(apart + at, exp2(load(apart + at)));
+    std::memcpy(factors, apart, sizeof factors);
 }
 
-// Replaces a row's scores by softmax weights, after raise_base(), which has returned `factor`.
+// Replaces a row's scores by softmax weights, after raise_bases(), which has computed `factor`.
 inline void weigh(float* scores, Seen seen, int num_keys, float factor, RowSums& sums) {
     if (!seen.any(num_keys)) {
         std::memset(scores, 0, num_keys * sizeof(float));
@@ -318,7 +339,7 @@ inline void weigh(float* scores, Seen seen, int num_keys, float factor, RowSums&
     for (int v = 0; v < kVectors; ++v) total[v] = load(sums.mass + v * kLanes) * factor;
     for (int at = 0; at < num_keys; at += kPanel)
         for (int v = 0; v < kVectors; ++v) {
-            const Floats weight = exp2(load(scores + at + v * kLanes) * kLog2E - base);
+            const Floats weight = exp2(fused(load(scores + at + v * kLanes), kLog2E, -base));
             store(scores + at + v * kLanes, weight);
             total[v] += weight;
         }
@@ -327,7 +348,8 @@ inline void weigh(float* scores, Seen seen, int num_keys, float factor, RowSums&
 
 // Returns the softmax weight of a head's attention sink, relative to the base of the row's sums.
 inline float mass_of_sink(const Layer& layer, int head, float base) {
-    return layer.sinks == nullptr ? 0.0f : std::exp2(layer.sinks[head] * kLog2E - base);
+    if (layer.sinks == nullptr) return 0.0f;
+    return std::exp2(fused(layer.sinks[head], kLog2E, -base));
 }
 
 template <class T, int MR>
@@ -342,8 +364,7 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
         float factors[MR];
         for (int m = 0; m < MR; ++m) cap_scores(scores + m * kScoreRow, num_keys, tile.cap);
         // All bases are raised first, because a row's weights wait for its highest score.
-        for (int m = 0; m < MR; ++m)
-            factors[m] = raise_base(scores + m * kScoreRow, seen[m], num_keys, sums[m]);
+        raise_bases<MR>(scores, seen, num_keys, sums, factors);
         for (int m = 0; m < MR; ++m)
             weigh(scores + m * kScoreRow, seen[m], num_keys, factors[m], sums[m]);
         for (int m = 0; shares != nullptr && m < MR; ++m) {
@@ -439,7 +460,7 @@ struct ItemSums {
         // Only the sum with the lower base has a factor, so there is one way to fuse the operations.
         const auto add_all = [factor](const float* lower, const float* higher, float* to, size_t num) {
             for (size_t at = 0; at < num; at += kLanes)
-                store(to + at, load(lower + at) * factor + load(higher + at));
+                store(to + at, fused(load(lower + at), factor, load(higher + at)));
         };
         const auto add_both = [&](const float* of_piece, float* of_row, size_t num) {
             if (is_higher)
@@ -853,11 +874,12 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
         const RowSums& of_row = total.rows[i];
         const float scale = 1.0f / (of_row.total() + mass_of_sink(of_layer, of_item, of_row.base));
         if (has_shares) shares[i].scale(scale, span.context_len);
-        float ordered[kPanel];
         for (int d = 0; d < value_dim; d += kPanel) {
-            for (int lane = 0; lane < kPanel; ++lane)
-                ordered[in_head(d + lane, T{}) - d] = total.out[i * dim + d + lane] * scale;
-            for (int v = 0; v < kPanel; v += kLanes) to.put(column + d + v, load(ordered + v));
+            Floats panel[kVectors];
+            for (int v = 0; v < kVectors; ++v)
+                panel[v] = load(total.out + i * dim + d + v * kLanes) * scale;
+            put_in_order(panel, T{});
+            for (int v = 0; v < kVectors; ++v) to.put(column + d + v * kLanes, panel[v]);
         }
     }
 }

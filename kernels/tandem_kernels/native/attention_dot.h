@@ -344,19 +344,17 @@ inline Floats in_order_of(const float* panels, int i) {
     if constexpr (std::is_same_v<T, int8_t>) return load(panels + i * kPanel);
     const Floats low = load(panels), high = load(panels + kPanel);
     if (i == 0)
-        return __builtin_shuffle(
-            low, high, Ints{0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23});
-    return __builtin_shuffle(low, high,
-                             Ints{8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31});
+        return shuffled<0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23>(low, high);
+    return shuffled<8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31>(low, high);
 }
 
 // Returns 2^x with an error of 1e-4, which is small compared with rounding to bf16. The result is
 // exactly 0 for -infinity.
 inline Floats rough_exp2(Floats x) {
     const Floats part = _mm512_reduce_ps(x, 9);  // x - floor(x)
-    Floats p = part * 0.0780245227f + 0.226067155f;
-    p = p * part + 0.695833541f;
-    p = p * part + 0.999925219f;
+    Floats p = fused(part, 0.0780245227f, 0.226067155f);
+    p = fused(p, part, 0.695833541f);
+    p = fused(p, part, 0.999925219f);
     return _mm512_scalef_ps(p, x);
 }
 
@@ -407,8 +405,8 @@ inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, RowSums
     Floats mass = load(sums.mass);
     const float base = sums.base;
     for (int key = 0; key < num_keys; key += kStep) {
-        const Floats low = rough_exp2(load(scores + key) * kLog2E - base);
-        const Floats high = rough_exp2(load(scores + key + kPanel) * kLog2E - base);
+        const Floats low = rough_exp2(fused(load(scores + key), kLog2E, -base));
+        const Floats high = rough_exp2(fused(load(scores + key + kPanel), kLog2E, -base));
         if (shares.blocks != nullptr) {
             shares.add((const float*)&low, tile.first + key, tile.first + seen.end);
             shares.add((const float*)&high, tile.first + key + kPanel, tile.first + seen.end);

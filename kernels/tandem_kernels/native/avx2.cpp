@@ -21,6 +21,9 @@
 // The pragma follows the standard headers, because their inline functions are shared by all files
 // and must run on any processor.
 #pragma GCC target("avx2,fma,f16c")
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#endif
 
 #define TANDEM_ISA avx2_code
 #define TANDEM_LANES 8
@@ -53,4 +56,7 @@ const Entry avx2 = {
     avx2_code::measure, avx2_code::draw, avx2_code::convolve,
     avx2_code::scan_states};
 }
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
 #endif

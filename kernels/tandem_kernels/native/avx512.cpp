@@ -21,6 +21,9 @@
 // The pragma follows the standard headers, because their inline functions are shared by all files
 // and must run on any processor.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))), apply_to = function)
+#endif
 
 #define TANDEM_ISA avx512_code
 #define TANDEM_LANES 16
@@ -53,4 +56,7 @@ const Entry avx512 = {
     avx512_code::measure, avx512_code::draw, avx512_code::convolve,
     avx512_code::scan_states};
 }
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
 #endif

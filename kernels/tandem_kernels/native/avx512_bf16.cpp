@@ -21,6 +21,9 @@
 // The pragma follows the standard headers, because their inline functions are shared by all files
 // and must run on any processor.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16,avx512vnni")
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16,avx512vnni"))), apply_to = function)
+#endif
 
 #define TANDEM_ISA avx512_bf16_code
 #define TANDEM_LANES 16
@@ -56,4 +59,7 @@ const Entry avx512_bf16 = {
     avx512_bf16_code::measure, avx512_bf16_code::draw, avx512_bf16_code::convolve,
     avx512_bf16_code::scan_states};
 }
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
 #endif

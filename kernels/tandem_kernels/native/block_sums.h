@@ -37,7 +37,7 @@ struct BlockShares {
         scale(of_piece, end);
         const int piece = std::exchange(first, 0);
         scale(of_before, piece * block_size);
-        if (before != 0.0f) blocks[piece] += before * of_before;
+        if (before != 0.0f) blocks[piece] = fused(before, of_before, blocks[piece]);
     }
 
     // Adds a panel of weights for the keys from position `key` on. Weights from `end` on are zeros.

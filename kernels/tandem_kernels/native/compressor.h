@@ -57,7 +57,7 @@ void make_entry(const Model& model, const Step& step, const Layer& layer, const 
         for (int i = 0; i < dim; i += kLanes) {
             const Floats share = exp(load(gates + i) - load(highest + i));
             store(mass + i, load(mass + i) + share);
-            store(entry + i, load(entry + i) + share * load(inputs + i));
+            store(entry + i, fused(share, load(inputs + i), load(entry + i)));
         }
     });
     for (int i = 0; i < dim; ++i) entry[i] /= mass[i];

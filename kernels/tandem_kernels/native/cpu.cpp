@@ -4,6 +4,9 @@
 
 #include <cstring>
 
+#if defined(__clang__) && defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -24,6 +27,15 @@ bool amx_permitted() {
     return false;
 #endif
 }
+
+bool has_amx() {
+#ifdef __clang__  // clang 14 does not know the name
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
+#else
+    return __builtin_cpu_supports("amx-bf16");
+#endif
+}
 #endif
 
 }  // namespace
@@ -33,9 +45,8 @@ bool cpu_has(const char* instructions) {
     if (is("plain")) return true;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
-        !__builtin_cpu_supports("f16c"))
-        return false;
+    // All processors with AVX2 have F16C, which clang 14 cannot ask for.
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
     if (is("avx2")) return true;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
@@ -45,8 +56,11 @@ bool cpu_has(const char* instructions) {
     if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni"))
         return false;
     if (is("avx512_bf16")) return true;
-    if (is("amx")) return __builtin_cpu_supports("amx-bf16") && amx_permitted();
+    if (is("amx")) return has_amx() && amx_permitted();
 #endif
+#endif
+#if defined(__aarch64__)
+    if (is("neon")) return true;
 #endif
     return false;
 }
@@ -55,7 +69,7 @@ bool cpu_has(const char* instructions) {
 
 // Returns the best instruction set of this processor, whether the kernels have it or not.
 extern "C" const char* tandem_best_instructions() {
-    for (const char* name : {"amx", "avx512_bf16", "avx512", "avx2"})
+    for (const char* name : {"amx", "avx512_bf16", "avx512", "avx2", "neon"})
         if (tandem::cpu_has(name)) return name;
     return "plain";
 }

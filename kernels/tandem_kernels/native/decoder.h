@@ -479,6 +479,9 @@ extern const Entry avx512, avx2;
 extern const Entry amx, avx512_bf16;
 #endif
 #endif
+#if defined(__aarch64__)
+extern const Entry neon;
+#endif
 extern const Entry plain;
 
 }  // namespace tandem

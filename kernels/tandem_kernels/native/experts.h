@@ -273,7 +273,7 @@ inline void share_mlp(const Model& model, int index, const Step& step, const Row
 inline void gate_shared(const Model& model, const float* gate, const float* hidden, float* delta) {
     const int num = model.hidden;
     float logit = 0.0f;
-    for (int i = 0; i < num; ++i) logit += hidden[i] * gate[i];
+    for (int i = 0; i < num; ++i) logit = fused(hidden[i], gate[i], logit);
     const float factor = sigmoid(logit * norm_scale(hidden, num, model.norm_eps));
     for (int i = 0; i < num; ++i) delta[i] *= factor;
 }
@@ -337,7 +337,7 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
             const Chosen& chosen = routing.chosen[i];
             const float* part = parts + chosen.place * hidden;
             const float share = experts.weighs_inputs ? 1.0f : chosen.share;
-            for (size_t at = 0; at < hidden; ++at) sum[at] += part[at] * share;
+            for (size_t at = 0; at < hidden; ++at) sum[at] = fused(part[at], share, sum[at]);
         }
         norm_output(model, experts.shared_output_norm, delta);
         if (sum != delta) {

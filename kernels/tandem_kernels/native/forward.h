@@ -16,7 +16,7 @@ inline float norm_scale(const float* x, int num, float eps) {
     for (; at + kPanel <= num; at += kPanel)
         for (int v = 0; v < kVectors; ++v) {
             const Floats part = load(x + at + v * kLanes);
-            squares[v] += part * part;
+            squares[v] = fused(part, part, squares[v]);
         }
     float total = sum(squares);
     for (; at < num; ++at) total += x[at] * x[at];
@@ -45,7 +45,7 @@ inline void center_row(const float* x, const float* weight, float eps, const Inp
     for (int i = 0; i < to.in; ++i) total += x[i];
     const float mean = total / to.in;
     float squares = 0.0f;
-    for (int i = 0; i < to.in; ++i) squares += (x[i] - mean) * (x[i] - mean);
+    for (int i = 0; i < to.in; ++i) squares = fused(x[i] - mean, x[i] - mean, squares);
     const float scale = 1.0f / std::sqrt(squares / to.in + eps);
     int at = 0;
     for (; at + kLanes <= to.in; at += kLanes)
@@ -71,8 +71,8 @@ inline void rotate(const float* head, const float* cosines, const float* sines, 
     const auto some = [&](int i, int num, auto load_of) {
         const Floats first = load_of(head + i), second = load_of(head + half + i);
         const Floats cosine = load_of(cosines + i), sine = load_of(sines + i);
-        store_some(to + i, (first * cosine - second * sine) * scale, num);
-        store_some(to + half + i, (second * cosine + first * sine) * scale, num);
+        store_some(to + i, fused(first, cosine, -(second * sine)) * scale, num);
+        store_some(to + half + i, fused(second, cosine, first * sine) * scale, num);
     };
     int i = 0;
     for (; i + kLanes <= half; i += kLanes)
@@ -93,11 +93,11 @@ inline void add_row(const float* delta, const float* norm, const Model& model, f
     const int num = model.hidden;
     float scale = model.residual_multiplier;
     if (norm == nullptr) {
-        for (int i = 0; i < num; ++i) x[i] += delta[i] * scale;
+        for (int i = 0; i < num; ++i) x[i] = fused(delta[i], scale, x[i]);
         return;
     }
     scale *= norm_scale(delta, num, model.norm_eps);
-    for (int i = 0; i < num; ++i) x[i] += delta[i] * scale * norm[i];
+    for (int i = 0; i < num; ++i) x[i] = fused(delta[i] * scale, norm[i], x[i]);
 }
 
 constexpr int kRowsToFetch = 64;

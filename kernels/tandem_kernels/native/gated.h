@@ -11,7 +11,7 @@ namespace tandem::TANDEM_ISA {
 
 inline Floats gate_power(Floats gate, const Gating& gating) {
     if (gating.activation != GELU_TANH_GATE) return gate * gating.alpha;
-    return gate * (gate * gate * 0.0713548162726f + 1.5957691216057308f);
+    return gate * fused(gate * gate, 0.0713548162726f, 1.5957691216057308f);
 }
 
 inline void clamp_gate(Floats& gate, Floats& up, const Gating& gating) {
@@ -35,10 +35,10 @@ inline Floats gated_for_bf16(Floats gate, Floats up, const Gating& gating) {
     const __m512 power = (__m512)(gate_power(gate, gating) * -1.44269504088896341f);
     const __m512 whole = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT);
     const Floats part = (Floats)power - (Floats)whole;  // in [-1/2, 1/2]
-    Floats p = part * 9.6181291e-3f + 5.5504109e-2f;    // Taylor series of 2^part
-    p = p * part + 2.4022651e-1f;
-    p = p * part + 6.9314718e-1f;
-    p = p * part + 1.0f;
+    Floats p = fused(part, 9.6181291e-3f, 5.5504109e-2f);  // Taylor series of 2^part
+    p = fused(p, part, 2.4022651e-1f);
+    p = fused(p, part, 6.9314718e-1f);
+    p = fused(p, part, 1.0f);
     const Floats below = (Floats)_mm512_scalef_ps((__m512)p, whole) + 1.0f;
     return gate * (Floats)_mm512_rcp14_ps((__m512)below) * up;
 }

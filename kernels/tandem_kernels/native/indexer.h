@@ -138,10 +138,10 @@ inline void norm_index_key(const Indexer& indexer, float* key) {
     float total = 0.0f, squares = 0.0f;
     for (int i = 0; i < dim; ++i) total += key[i];
     const float mean = total / dim;
-    for (int i = 0; i < dim; ++i) squares += (key[i] - mean) * (key[i] - mean);
+    for (int i = 0; i < dim; ++i) squares = fused(key[i] - mean, key[i] - mean, squares);
     const float scale = 1.0f / std::sqrt(squares / dim + indexer.key_norm_eps);
     for (int i = 0; i < dim; ++i)
-        key[i] = (key[i] - mean) * scale * indexer.key_norm[i] + indexer.key_bias[i];
+        key[i] = fused((key[i] - mean) * scale, indexer.key_norm[i], indexer.key_bias[i]);
 }
 
 // Computes the queries, keys and weights of a layer's indexer, and stores the keys in the pool. The
@@ -278,8 +278,8 @@ void score_item(const Step& step, const Layer& layer, const ScoreItem& item, con
                     if (is_of_tokens) {
                         const float weight = rows.index_weights[row * num_heads + head + m];
                         for (int key = 0; key < num_turned; key += kLanes)
-                            store(sums + key, load(sums + key) +
-                                                  max(load(of_head + key), Floats{}) * weight);
+                            store(sums + key, fused(max(load(of_head + key), Floats{}), weight,
+                                                    load(sums + key)));
                         continue;
                     }
                     float* const to = scores_of(i) + (head + m) * blocks;

@@ -49,7 +49,7 @@ inline void compute_layer_inputs(const Model& model, const Step& step, const Row
                     all.embedding_kind == BF16
                         ? widen(static_cast<const Bf16*>(all.embedding)[first + i])
                         : static_cast<const float*>(all.embedding)[first + i];
-                to[i] = (to[i] + embedded * all.multiplier) * 0.70710678f;
+                to[i] = fused(embedded, all.multiplier, to[i]) * 0.70710678f;
             }
         }
     });

@@ -41,9 +41,12 @@ from tandem_kernels.sampling import Draw
 
 # The version of the bits that the kernels compute from the same numbers. It is part of the name of
 # the numerics, and so of block hashes: KV of another version is never reused. Version 2 adds up
-# attention in pieces of 512 keys.
-BITS_VERSION = 2
-_RANK_ENDED = 2  # the status that functions of api.cpp return if another rank has ended
+# attention in pieces of 512 keys. In version 3 the sources, not the compiler, say which products
+# are fused with sums, which changes the bits of layers whose sizes are no multiples of 16.
+BITS_VERSION = 3
+# Statuses that functions of api.cpp return.
+_RANK_ENDED = 2
+_NO_INSTRUCTIONS = 3
 SECTIONS_MAX = 3  # sections of the channels of a layer's convolution
 COPIES_MAX = 16  # copies of the residual stream, or streams (kCopiesMax of decoder.h)
 ENTRY_KINDS = 2  # kinds of entries: those of attention, and those of an indexer
@@ -462,7 +465,7 @@ class Library:
     def instructions(self, wanted: str | None = None) -> str | None:
         """Returns `wanted`, or None if the processor does not support it or it was not built.
         Without `wanted`, returns the best instruction set that was built and that the processor
-        supports: amx, avx512_bf16, avx512, avx2 or plain."""
+        supports: amx, avx512_bf16, avx512, avx2, neon or plain."""
         name = self._library.tandem_instructions(wanted.encode() if wanted else None)
         return name.decode() if name else None
 
@@ -609,7 +612,8 @@ class Library:
         num_threads: int,
         instructions: str | None = None,
     ) -> list[int]:
-        """Samples an index for each row of fp32 logits, [num]. Raises MemoryError."""
+        """Samples an index for each row of fp32 logits, [num]. Raises MemoryError, and ValueError
+        if `instructions` are not available."""
         fields = [
             (
                 *(address(row), draw.top_p, uniform(draw.seed, draw.position)),
@@ -636,10 +640,11 @@ class Library:
     def state_operation(
         self, name: str, operation: Structure, num_threads: int, instructions: str | None
     ) -> None:
-        """Calls the function `name` of api.cpp for an operation of state.h."""
+        """Calls the function `name` of api.cpp for an operation of state.h. Raises ValueError if
+        `instructions` are not available."""
         wanted = instructions.encode() if instructions else None
-        function = self._function(name, None, [c_char_p, c_void_p, c_int32])
-        function(wanted, byref(operation), num_threads)
+        function = self._function(name, c_int, [c_char_p, c_void_p, c_int32])
+        self._check(function(wanted, byref(operation), num_threads))
 
     def take_stages(self, decoder: int) -> dict[Stage, float]:
         """Returns the seconds that steps spent in each stage since the last call of this
@@ -697,6 +702,8 @@ class Library:
     def _check(self, failed: int) -> None:
         if failed == _RANK_ENDED:
             raise RankEnded("a rank of the tensor-parallel engine has ended")
+        if failed == _NO_INSTRUCTIONS:
+            raise ValueError("this processor or the native library lacks the instruction set")
         if failed:
             raise MemoryError("no memory for the activations of this step")
 

@@ -15,12 +15,17 @@ constexpr int kChain = 64;                    // number of products added to one
 enum class Into { kSet, kAdd };
 
 // Computes the sums of a run of `num` inputs, for NV vectors of outputs in adjacent panels and MR
-// rows. `x` and `w` point to the run's first input; panels are `panel_stride` weights apart. Also
-// prefetches from `ahead` on, `step` bytes for every two inputs.
+// rows. Adds them to `to` [NV][MR] if `adds` is true, and otherwise stores them there. `x` and `w`
+// point to the run's first input; panels are `panel_stride` weights apart. Also prefetches from
+// `ahead` on, `step` bytes for every two inputs. Returns the address after the prefetched bytes.
+//
+// This must not be inlined. GCC would keep the sums of earlier runs in registers, too, and would
+// then read and write half of this run's sums in memory for every four inputs.
 template <class W, int MR, int NV>
-inline __attribute__((always_inline)) void multiply_chain(const float* x, const W* w, int num,
-                                                          size_t panel_stride, const char*& ahead,
-                                                          int step, Floats (&sums)[NV][MR]) {
+__attribute__((noinline)) const char* multiply_chain(const float* x, const W* w, int num,
+                                                     size_t panel_stride, const char* ahead,
+                                                     int step, bool adds, Floats* to) {
+    Floats sums[NV][MR];
 #pragma GCC unroll 16
     for (int v = 0; v < NV; ++v)
 #pragma GCC unroll 16
@@ -38,7 +43,7 @@ inline __attribute__((always_inline)) void multiply_chain(const float* x, const 
             for (int m = 0; m < MR; ++m) {
                 const Floats input = all(x[k * MR + m]);
 #pragma GCC unroll 16
-                for (int v = 0; v < NV; ++v) sums[v][m] += input * b[v];
+                for (int v = 0; v < NV; ++v) sums[v][m] = fused(input, b[v], sums[v][m]);
             }
         } else {
             Floats input[MR];
@@ -48,7 +53,7 @@ inline __attribute__((always_inline)) void multiply_chain(const float* x, const 
             for (int v = 0; v < NV; ++v) {
                 const Floats b = weights(v, k);
 #pragma GCC unroll 16
-                for (int m = 0; m < MR; ++m) sums[v][m] += input[m] * b;
+                for (int m = 0; m < MR; ++m) sums[v][m] = fused(input[m], b, sums[v][m]);
             }
         }
     };
@@ -66,6 +71,14 @@ inline __attribute__((always_inline)) void multiply_chain(const float* x, const 
         }
     }
     for (; k < num; ++k) add(k);
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; ++v)
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) {
+            Floats& sum = to[v * MR + m];
+            sum = adds ? sum + sums[v][m] : sums[v][m];
+        }
+    return ahead;
 }
 
 // Computes the sums of `num` inputs, one run of kChain inputs after the other.
@@ -74,20 +87,10 @@ inline __attribute__((always_inline)) void multiply(const float* x, const W* w, 
                                                     const char* ahead, int step,
                                                     Floats (&sums)[NV][MR]) {
     const size_t panel_stride = static_cast<size_t>(num) * kPanel;
-    const auto chain = [&](int first, Floats(&of_chain)[NV][MR]) __attribute__((always_inline)) {
-        multiply_chain<W, MR, NV>(x + first * MR, w + first * kPanel,
-                                  num - first < kChain ? num - first : kChain, panel_stride, ahead,
-                                  step, of_chain);
-    };
-    chain(0, sums);
-    for (int first = kChain; first < num; first += kChain) {
-        Floats more[NV][MR];
-        chain(first, more);
-#pragma GCC unroll 16
-        for (int v = 0; v < NV; ++v)
-#pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) sums[v][m] += more[v][m];
-    }
+    for (int first = 0; first < num; first += kChain)
+        ahead = multiply_chain<W, MR, NV>(x + first * MR, w + first * kPanel,
+                                          num - first < kChain ? num - first : kChain, panel_stride,
+                                          ahead, step, first > 0, &sums[0][0]);
 }
 
 struct Output {
@@ -323,7 +326,8 @@ inline void plain_rows(const Matrix& matrix, const Inputs& inputs, int panel, in
         for (int k = first; k < end; ++k, weights += kPanel)
             for (int v = 0; v < kVectors; ++v)
                 for (int m = 0; m < MR; ++m)
-                    sums[v][m] += load(weights + v * kLanes) * x[m * inputs.in + k];
+                    sums[v][m] =
+                        fused(load(weights + v * kLanes), x[m * inputs.in + k], sums[v][m]);
     }
     put<MR, kVectors>(matrix, panel * kPanel, true, out, first_row, sums);
 }

@@ -48,10 +48,10 @@ struct PairScales {
 
     // A float16 made from shifted e4m3 bits has 1/256 of the value.
     explicit PairScales(const float* from) {
-        const Ints lower = {0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7};
         const Floats scales = load(from) * 256.0f;
-        some = (__m512)__builtin_shuffle(scales, lower);
-        others = (__m512)__builtin_shuffle(scales, lower + 8);
+        some = (__m512)shuffled<0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7>(scales, scales);
+        others = (__m512)shuffled<8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15>(
+            scales, scales);
     }
 };
 

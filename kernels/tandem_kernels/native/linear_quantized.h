@@ -215,7 +215,7 @@ inline __attribute__((always_inline)) Ints numbers_of(const char* unit, int grou
     constexpr int kLow = F::kLowBits;
     Ints numbers = load_ints(low + at % kLow * kVectorBytes);
     if (at >= kLow) numbers = (Ints)((Words)numbers >> at / kLow * kLow);
-    numbers &= 0x01010101 * ((1 << kLow) - 1);
+    numbers &= static_cast<int32_t>(0x01010101u * ((1 << kLow) - 1));
     if constexpr (F::kHasPowers) return numbers_of_codes(numbers, kMxNumbers);
     if constexpr (F::kHasCodes) return numbers_of_codes(numbers, kIqNumbers);
     const char* high = unit + F::kHigh + group * F::kHighBytes;
@@ -310,7 +310,8 @@ inline __attribute__((always_inline)) void dot_part(const InputUnit* x, const ch
         for (int n = 0; n < NV; ++n)
 #pragma GCC unroll 16
             for (int m = 0; m < MR; ++m)
-                scaled[n][m] += to_floats(ints[n][m]) * all(x[m].scales[half]);
+                scaled[n][m] =
+                    fused(to_floats(ints[n][m]), all(x[m].scales[half]), scaled[n][m]);
     }
 }
 
@@ -324,20 +325,22 @@ inline __attribute__((always_inline)) void add_part(const InputUnit* x, const ch
         const auto of_outputs = [&](const char* from) __attribute__((always_inline)) {
             return scales_of<F>(from + part * kScaleBytes, v + n);
         };
-        // Zero points are applied in a separate addition at the end. A sum of two products in one
-        // expression could be fused in two ways, with different bits.
+        // Zero points are applied in a separate addition at the end.
         if constexpr (F::kHasZeros) {
             const Floats zeros = of_outputs(unit + F::kZeros);
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) scaled[n][m] += zeros * all(x[m].sums[part]);
+            for (int m = 0; m < MR; ++m)
+                scaled[n][m] = fused(zeros, all(x[m].sums[part]), scaled[n][m]);
         }
         const Floats scales = of_outputs(unit + F::kScales);
 #pragma GCC unroll 16
-        for (int m = 0; m < MR; ++m) sums[v + n][m] += scaled[n][m] * scales;
+        for (int m = 0; m < MR; ++m)
+            sums[v + n][m] = fused(scaled[n][m], scales, sums[v + n][m]);
         if constexpr (F::kHasMins) {
             const Floats mins = of_outputs(unit + F::kMins);
 #pragma GCC unroll 16
-            for (int m = 0; m < MR; ++m) sums[v + n][m] += mins * all(x[m].sums[part]);
+            for (int m = 0; m < MR; ++m)
+                sums[v + n][m] = fused(mins, all(x[m].sums[part]), sums[v + n][m]);
         }
     }
 }
@@ -464,7 +467,7 @@ inline void widen_row(const char* panels, int32_t kind, int in, int row, float* 
             const float min = F::kHasMins ? of_output(F::kMins, part) : 0.0f;
             const float zero = F::kHasZeros ? of_output(F::kZeros, part) : F::kZero;
             for (int i = 0; i < 4; ++i)
-                to[at + i] = scale * (static_cast<float>(four >> 8 * i & 255) - zero) + min;
+                to[at + i] = fused(scale, static_cast<float>(four >> 8 * i & 255) - zero, min);
         }
     });
 }

@@ -1,5 +1,6 @@
 #include "pack.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -50,7 +51,7 @@ void quantize(const void* weights, int32_t kind, int64_t out, int64_t in, int8_t
     for (int64_t n = 0; n < out; ++n) {
         float largest = 0.0f;
         for (int64_t k = 0; k < in; ++k)
-            largest = std::fmax(largest, std::fabs(widen(weights, kind, n * in + k)));
+            largest = std::max(largest, std::fabs(widen(weights, kind, n * in + k)));
         scales[n] = largest / 127.0f;
     }
     in_order(out, in, false, [&](int64_t n, int64_t k) {

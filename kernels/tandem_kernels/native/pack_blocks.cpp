@@ -106,9 +106,7 @@ bool pack_blocks(const void* blocks, int32_t type, int64_t rows, int64_t in, int
 }
 
 // The product and the sum are rounded separately, as in numpy.
-__attribute__((optimize("fp-contract=off"))) bool widen_blocks(const void* blocks, int32_t type,
-                                                               int64_t rows, int64_t in,
-                                                               float* to) {
+bool widen_blocks(const void* blocks, int32_t type, int64_t rows, int64_t in, float* to) {
     const BlockType* known = block_type(type);
     if (known == nullptr) return false;
     const Rows from{*known, static_cast<const uint8_t*>(blocks), in / known->inputs};

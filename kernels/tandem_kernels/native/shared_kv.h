@@ -19,8 +19,8 @@ inline void rotate_last_pairs(float* head, int dim, const float* cosines, const 
     float* pair = head + dim - num;
     for (int i = 0; i < num / 2; ++i, pair += 2) {
         const float first = pair[0], second = pair[1], sine = sines[i] * sign;
-        pair[0] = first * cosines[i] - second * sine;
-        pair[1] = second * cosines[i] + first * sine;
+        pair[0] = fused(first, cosines[i], -(second * sine));
+        pair[1] = fused(second, cosines[i], first * sine);
     }
 }
 

@@ -17,6 +17,17 @@ struct Bf16 {
     uint16_t bits;
 };
 
+// Returns the elements of two vectors that the numbers I choose. Those of `b` are numbered after those
+// of `a`.
+template <int... I, class V>
+inline __attribute__((always_inline)) V shuffled(V a, V b) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, I...);
+#else
+    return __builtin_shuffle(a, b, decltype(a < b){I...});
+#endif
+}
+
 inline Floats load(const float* from) {
     Floats v;
     std::memcpy(&v, from, sizeof v);
@@ -159,7 +170,7 @@ inline Floats in_order(Floats sums) {
 #if TANDEM_LANES == 16
 template <>
 inline Floats in_order<Bf16>(Floats sums) {
-    return __builtin_shuffle(sums, Ints{0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15});
+    return shuffled<0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15>(sums, sums);
 }
 #endif
 
@@ -202,8 +213,45 @@ inline void store_some(Bf16* to, Floats v, int num) {
 // Returns a vector in which all elements are x. The vector extension needs an operation of x and a
 // vector: compilers remove the subtraction of zero, but not an addition, which would change -0.
 inline Floats all(float x) { return x - Floats{}; }
+inline Floats all(Floats x) { return x; }
 
-inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+#if TANDEM_LANES >= 8 || defined(TANDEM_NEON)
+#define TANDEM_FUSES
+#endif
+
+// Returns a * b + c, rounded once. The arguments are vectors, or numbers that stand for vectors of
+// equal elements. No compiler fuses other products with sums (-ffp-contract=off), so that all
+// compilers compute the same bits. `plain` has no instruction for this, and rounds twice.
+template <class A, class B, class C>
+inline __attribute__((always_inline)) Floats fused(A a, B b, C c) {
+#if TANDEM_LANES == 16
+    return (Floats)_mm512_fmadd_ps((__m512)all(a), (__m512)all(b), (__m512)all(c));
+#elif TANDEM_LANES == 8
+    return (Floats)_mm256_fmadd_ps((__m256)all(a), (__m256)all(b), (__m256)all(c));
+#elif defined(TANDEM_NEON)
+    return (Floats)vfmaq_f32((float32x4_t)all(c), (float32x4_t)all(a), (float32x4_t)all(b));
+#else
+    return all(a) * all(b) + all(c);
+#endif
+}
+
+inline __attribute__((always_inline)) float fused(float a, float b, float c) {
+#ifdef TANDEM_FUSES
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// Returns the larger of two numbers, or b if one of them is NaN. GCC 12 often compiles the comparison
+// to two instructions instead of this one.
+inline Floats max(Floats a, Floats b) {
+#if TANDEM_LANES == 8
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // Computes exp with an error of 2 ulp, with the polynomial of the Cephes library. The result is
 // exactly 1 for x = 0, and exactly 0 for x below -87.
@@ -212,16 +260,16 @@ inline Floats exp(Floats x) {
     x = max(x, all(-87.0f));
     x = x < 88.0f ? x : all(88.0f);
     const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const Floats shifted = x * 1.44269504088896341f + to_integer;
+    const Floats shifted = fused(x, 1.44269504088896341f, to_integer);
     const Floats n = shifted - to_integer;
-    Floats r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + (r + 1.0f);
+    Floats r = fused(n, -0.693359375f, x);
+    r = fused(n, 2.12194440e-4f, r);
+    Floats p = fused(r, 1.9875691500e-4f, 1.3981999507e-3f);
+    p = fused(p, r, 8.3334519073e-3f);
+    p = fused(p, r, 4.1665795894e-2f);
+    p = fused(p, r, 1.6666665459e-1f);
+    p = fused(p, r, 5.0000001201e-1f);
+    p = fused(p, r * r, r + 1.0f);
     const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
     const Floats scaled = p * (Floats)exponent;
     return below ? Floats{} : scaled;
@@ -230,23 +278,21 @@ inline Floats exp(Floats x) {
 // Computes 2^x with a relative error of 2e-7, for x below 127. The result is exactly 1 for x = 0,
 // exactly 0 below -126.5, and NaN if x is NaN.
 inline Floats exp2(Floats x) {
-    const Floats least = all(-127.0f);
-    x = least > x ? least : x;  // an x that is NaN stays NaN
+    x = max(all(-127.0f), x);  // an x that is NaN stays NaN
     // Adding this number rounds to an integer, and moves 127 more than this integer to the lowest
     // bits. Shifted, these bits are the power of two.
     const float to_exponent = 12582912.0f + 127.0f;
     const Floats shifted = x + to_exponent;
     const Floats r = x - (shifted - to_exponent);
-    Floats p = r * 1.3264727e-3f + 9.671513e-3f;
-    p = p * r + 5.5507336e-2f;
-    p = p * r + 2.4022242e-1f;
-    p = p * r + 6.93147e-1f;
-    p = p * r + 1.0f;
+    Floats p = fused(r, 1.3264727e-3f, 9.671513e-3f);
+    p = fused(p, r, 5.5507336e-2f);
+    p = fused(p, r, 2.4022242e-1f);
+    p = fused(p, r, 6.93147e-1f);
+    p = fused(p, r, 1.0f);
     return p * (Floats)((Words)shifted << 23);
 }
 
 typedef float Four __attribute__((vector_size(16)));
-typedef int32_t FourInts __attribute__((vector_size(16)));
 
 // Adds 16 partial sums in the same order for every vector width: i and i + 8, then i and i + 4,
 // then i and i + 2, and so on.
@@ -254,7 +300,7 @@ inline float sum(const Floats (&parts)[kVectors]) {
     Four fours[4];
     std::memcpy(fours, parts, sizeof fours);
     Four four = (fours[0] + fours[2]) + (fours[1] + fours[3]);
-    four += __builtin_shuffle(four, FourInts{2, 3, 0, 1});
+    four += shuffled<2, 3, 0, 1>(four, four);
     return four[0] + four[1];
 }
 
@@ -263,7 +309,7 @@ inline float largest(const Floats (&parts)[kVectors]) {
     Four fours[4];
     std::memcpy(fours, parts, sizeof fours);
     Four four = larger(larger(fours[0], fours[2]), larger(fours[1], fours[3]));
-    four = larger(four, __builtin_shuffle(four, FourInts{2, 3, 0, 1}));
+    four = larger(four, shuffled<2, 3, 0, 1>(four, four));
     return four[0] > four[1] ? four[0] : four[1];
 }
 

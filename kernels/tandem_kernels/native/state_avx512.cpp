@@ -12,6 +12,9 @@
 // The pragma follows the standard headers, because their inline functions are shared by all files
 // and must run on any processor.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))), apply_to = function)
+#endif
 
 #define TANDEM_ISA avx512_code
 #define TANDEM_LANES 16
@@ -19,4 +22,7 @@
 // simd.h comes first, because the other headers use it.
 #include "state_functions.h"
 #include "state_kernels.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
 #endif

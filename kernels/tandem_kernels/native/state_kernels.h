@@ -10,14 +10,14 @@ inline Floats softplus(Floats x) {
     const Floats above = max(x, Floats{});
     const Floats u = exp(x - 2.0f * above);
     const Floats s = u / (u + 2.0f), square = s * s;
-    Floats series = square * (1.0f / 15) + 1.0f / 13;
-    series = series * square + 1.0f / 11;
-    series = series * square + 1.0f / 9;
-    series = series * square + 1.0f / 7;
-    series = series * square + 1.0f / 5;
-    series = series * square + 1.0f / 3;
-    series = series * square + 1.0f;
-    return above + 2.0f * s * series;
+    Floats series = fused(square, 1.0f / 15, 1.0f / 13);
+    series = fused(series, square, 1.0f / 11);
+    series = fused(series, square, 1.0f / 9);
+    series = fused(series, square, 1.0f / 7);
+    series = fused(series, square, 1.0f / 5);
+    series = fused(series, square, 1.0f / 3);
+    series = fused(series, square, 1.0f);
+    return fused(2.0f * s, series, above);
 }
 
 // Calls work(at, num, load) for the parts of a row, which has `size` numbers.
@@ -65,8 +65,8 @@ void convolve_channels(const Convolution& c, const StateSpan& span, int first, i
             Floats sum = c.bias != nullptr ? load_of(c.bias + first + at) : Floats{};
             const float* tap = c.taps + first + at;
             for (int i = 0; i < num_before; ++i, tap += c.num_channels)
-                sum += load(before[i] + at) * load_of(tap);
-            sum += x * load_of(tap);
+                sum = fused(load(before[i] + at), load_of(tap), sum);
+            sum = fused(x, load_of(tap), sum);
             store(oldest + at, x);
             if (c.has_silu) sum = sum / (exp(-sum) + 1.0f);
             store_some(c.y + begin + at, sum, width);
@@ -111,10 +111,10 @@ inline float dot(const float* a, const float* b, int num) {
     int at = 0;
     for (; at + kPanel <= num; at += kPanel)
         for (int v = 0; v < kVectors; ++v)
-            parts[v] += load(a + at + v * kLanes) * load(b + at + v * kLanes);
+            parts[v] = fused(load(a + at + v * kLanes), load(b + at + v * kLanes), parts[v]);
     for (int v = 0; at < num; at += kLanes, ++v) {
         const int rest = std::min(num - at, kLanes);
-        parts[v] += load_some(a + at, rest) * load_some(b + at, rest);
+        parts[v] = fused(load_some(a + at, rest), load_some(b + at, rest), parts[v]);
     }
     return sum(parts);
 }
@@ -191,8 +191,8 @@ template <int kNum, Rule kRule>
 inline __attribute__((always_inline)) void read_row(const Floats (&row)[kNum], float q, float k,
                                                     Reads<kNum>& reads) {
     for (int v = 0; v < kNum; ++v) {
-        reads.of_q[v] += row[v] * q;
-        if (kRule != Rule::kMamba2) reads.of_k[v] += row[v] * k;
+        reads.of_q[v] = fused(row[v], q, reads.of_q[v]);
+        if (kRule != Rule::kMamba2) reads.of_k[v] = fused(row[v], k, reads.of_k[v]);
     }
 }
 
@@ -204,8 +204,8 @@ inline __attribute__((always_inline)) void update_row(const float* state, float 
                                                       Floats (&row)[kNum]) {
     for (int v = 0; v < kNum; ++v) {
         row[v] = load(state + v * kLanes);
-        if (kRule != Rule::kDeltaByChannel) row[v] *= decay;
-        row[v] += written[v] * k;
+        row[v] = kRule == Rule::kDeltaByChannel ? fused(written[v], k, row[v])
+                                                : fused(row[v], decay, written[v] * k);
     }
 }
 
@@ -260,13 +260,14 @@ void scan_columns(const StateScan& scan, const Columns& c, const Factors& factor
         for (int v = 0; v < kNum; ++v) {
             const Floats x = load(value + v * kLanes);
             written[v] = x;
-            if (kRule != Rule::kMamba2) written[v] -= reads.of_k[v] * factors.read_factor[t];
+            if (kRule != Rule::kMamba2)
+                written[v] = fused(-reads.of_k[v], factors.read_factor[t], written[v]);
             written[v] *= factors.factor[t];
-            Floats out = reads.of_q[v] * decay;
-            out += written[v] * factors.products[t];
-            out *= factors.q_factor[t];
-            if (kRule == Rule::kMamba2) out += x * scan.skip[c.v_head];
-            store(y + v * kLanes, out);
+            const Floats out = fused(reads.of_q[v], decay, written[v] * factors.products[t]);
+            const float q_factor = factors.q_factor[t];
+            store(y + v * kLanes, kRule == Rule::kMamba2
+                                      ? fused(out, q_factor, x * scan.skip[c.v_head])
+                                      : out * q_factor);
         }
         const float* k = scan.k.of(at, c.k_head);
         if (t + 1 < c.num_rows) {

@@ -54,7 +54,7 @@ inline void balance(const Streams& streams, float* matrix) {
 inline void finish_mixture(const Streams& streams, const StreamMixture& mixture, float* products) {
     const int num = streams.num, outputs = mixture.matrix.out;
     for (int i = 0; i < outputs; ++i)
-        products[i] = products[i] * mixture.scale[std::min(i / num, 2)] + mixture.base[i];
+        products[i] = fused(products[i], mixture.scale[std::min(i / num, 2)], mixture.base[i]);
     for (int i = 0; i < num; ++i) products[i] = sigmoid(products[i]) + streams.eps;
     if (outputs == num) return;
     for (int i = num; i < 2 * num; ++i) products[i] = 2.0f * sigmoid(products[i]);
@@ -113,7 +113,7 @@ inline void add_to_streams(const Model& model, const StreamMixture& mixture, con
             for (int k = 0; k < num; ++k) {
                 float total = 0.0f;
                 for (int j = 0; j < num; ++j) total += matrix[j * num + k] * before[j];
-                streams[static_cast<size_t>(k) * hidden + i] = factors[k] * output[i] + total;
+                streams[static_cast<size_t>(k) * hidden + i] = fused(factors[k], output[i], total);
             }
         }
     });

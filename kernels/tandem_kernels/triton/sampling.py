@@ -6,7 +6,8 @@ Instead of sorting, a program finds thresholds. For top_k = 50, the threshold is
 thresholds of top_p and of the sampled token are found in the same way, by the total weight of the
 tokens instead of their number. A program does this for one row of logits:
 
-    1  Reads all logits and finds the largest. With temperature 0, its token is the result.
+    1  Reads all logits and finds the largest. With temperature 0, its token is the result. If it is
+       NaN or infinite before edits, the row has no token.
     2  Reads all logits again. For each of 8 levels, which are logits, counts the tokens at or above
        the level and sums their weights. The threshold is then known to be between two levels.
     3  For each threshold, reads all logits again and lists the tokens between these two levels,
@@ -24,11 +25,12 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem_kernels.sampling import Draw
+from tandem_kernels.sampling import NO_TOKEN, Draw
 from tandem_kernels.triton.edits import edited
 from tandem_kernels.triton.tuning import next_power_of_2
 
 _UNIT = tl.constexpr(float(1 << 40))
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _LEVELS = tl.constexpr(8)
 _DEEPEST = tl.constexpr(28.0)  # exp(-28) is so small a weight that it rounds to 0
 NUM_WARPS = 8
@@ -38,7 +40,8 @@ _LEVELS_TILE = 512  # smaller than _TILE, because each token is compared with ea
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Samples token ids [n] int64 from fp32 logits [n, vocab], whose rows may be strided. Waits for
-    the device, and returns the ids on the host."""
+    the device, and returns the ids on the host. The result has NO_TOKEN for a row whose largest
+    logit before edits is NaN or infinite; a NaN counts as the largest."""
     return launch(logits, draws).cpu()
 
 
@@ -51,6 +54,7 @@ def launch(
     assert num_rows == len(draws)
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
+    unedited = logits
     logits = edited(logits, [draw.edit for draw in draws])
     numbers = packed(draws)
     if logits.is_cuda:
@@ -60,13 +64,16 @@ def launch(
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     listed_ids = torch.empty(num_rows, vocab, dtype=torch.int32, device=logits.device)
     _sample[(num_rows,)](
+        unedited,
         logits,
         numbers,
         out,
         listed_ids,
         vocab,
+        unedited.stride(0),
         logits.stride(0),
         num_rows,
+        int(logits is not unedited),
         TILE=min(_TILE, tile),
         LEVELS_TILE=min(_LEVELS_TILE, tile),
         num_warps=NUM_WARPS,
@@ -75,8 +82,8 @@ def launch(
 
 
 def take_drawn(token_ids: torch.Tensor, drawn: torch.Tensor) -> None:
-    """Replaces each negative number -1 - i in `token_ids`, int32 [n], by `drawn[i]`, int64. Does
-    not wait."""
+    """Replaces each negative number -1 - i in `token_ids`, int32 [n], by `drawn[i]`, int64, or by
+    token 0 if that is NO_TOKEN. Does not wait."""
     num_tokens = len(token_ids)
     grid = (triton.cdiv(num_tokens, _TILE),)
     _take_drawn[grid](token_ids, drawn, num_tokens, TILE=_TILE)
@@ -89,6 +96,8 @@ def _take_drawn(token_ids, drawn, num_tokens, TILE: tl.constexpr):
     numbers = tl.load(token_ids + rows, mask=mask, other=0)
     is_drawn = mask & (numbers < 0)
     tokens = tl.load(drawn - 1 - numbers, mask=is_drawn, other=0)
+    # NO_TOKEN is negative. Its sequence ends, and the step's results for it are not used.
+    tokens = tl.maximum(tokens, 0)
     tl.store(token_ids + rows, tokens.to(tl.int32), mask=is_drawn)
 
 
@@ -107,19 +116,23 @@ def _signed(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "are_edited"])
 def _sample(
+    unedited,
     logits,
     numbers,
     tokens,
     listed_ids,
     vocab,
+    stride_unedited,
     stride_row,
     num_rows,
+    are_edited,
     TILE: tl.constexpr,
     LEVELS_TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    unedited += row * stride_unedited
     logits += row * stride_row
     listed_ids += row * vocab
     temperature = tl.load(numbers + row).to(tl.float64, bitcast=True).to(tl.float32)
@@ -129,8 +142,11 @@ def _sample(
     seed = tl.load(numbers + 4 * num_rows + row)
     position = tl.load(numbers + 5 * num_rows + row)
 
-    largest, token = _largest(logits, vocab, TILE)
-    if temperature > 0.0:
+    largest, token = _largest(unedited, vocab, TILE)
+    has_token = tl.abs(largest) < float("inf")
+    if are_edited != 0:
+        largest, token = _largest(logits, vocab, TILE)
+    if (temperature > 0.0) & (tl.abs(largest) < float("inf")):
         levels = _level_keys(largest, temperature)
         counts, masses, num_left, mass = _measure_levels(
             logits, vocab, largest, temperature, min_p, levels, LEVELS_TILE
@@ -158,7 +174,7 @@ def _sample(
                 if search == 1:
                     mass = mass_above + (nth + 1) * weight
         token = _nth_with_key(logits, listed_ids, num_listed, key, nth, TILE)
-    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(tokens + row, tl.where(has_token, token, _NO_TOKEN).to(tl.int64))
 
 
 @triton.jit
@@ -198,14 +214,16 @@ def _weight_of_key(key, largest, temperature):
 
 @triton.jit
 def _largest(logits, vocab, TILE: tl.constexpr):
-    """Returns the largest logit of a row, and the lowest id of the tokens with this logit."""
+    """Returns the largest logit of a row, and the lowest id of the tokens with this logit. A NaN
+    counts as the largest."""
     # Of equal logits, the lowest id gives the largest number. Threads compare their own tokens
     # first, so that they wait for each other only once.
     largest_of = tl.full((TILE,), -(1 << 63), tl.int64)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         tile = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
-        numbers = (_key(tile).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
+        keys = tl.where(tile == tile, _key(tile), 0x7FFFFFFF)  # the key of a NaN may be the lowest
+        numbers = (keys.to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
         largest_of = tl.maximum(largest_of, tl.where(ids < vocab, numbers, -(1 << 63)))
     number = tl.max(largest_of, 0)
     token = (0xFFFFFFFF - (number & 0xFFFFFFFF)).to(tl.int32)

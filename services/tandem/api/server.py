@@ -19,9 +19,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +37,15 @@ from tandem.api.grpc.access import CallGuard
 from tandem.api.grpc.cluster import GrpcCluster
 from tandem.api.grpc.inference import GrpcApi
 from tandem.api.listener import PublicListener
+from tandem.api.routes.batches import BatchService
+from tandem.api.served_model import SharedParts, load_model, make_served_model
 from tandem.common.config.cluster import LEAVE_SIGNAL
 from tandem.common.config.router import RouterConfig
 from tandem.common.process.cancellation import cancel
 from tandem.common.process.garbage import exempt_loaded
-from tandem.errors import MemoryGrown, TandemError
-from tandem.models.files import naming, read_json_if_any
-from tandem.models.images import read_rules
-from tandem.models.source import resolve
-from tandem.models.tokenizer.tokenizer import Tokenizer
+from tandem.common.process.ticks import until_tick_s
+from tandem.errors import FilesUnavailable, MemoryGrown, TandemError
+from tandem.net.files.open import check_files, open_files
 from tandem.net.observability.traces import make_tracing
 from tandem.net.rpc.certificates import CertificateFiles
 from tandem.net.security.access import Access, is_loopback
@@ -59,25 +57,19 @@ from tandem.net.security.key_service import KeyService
 from tandem.net.store.client import REPLY_TIMEOUT_S, UNREACHABLE, Client, connect
 from tandem.net.store.fronts import Fronts
 from tandem.prefix_index.audit import TreeInspector
-from tandem.prefix_index.redis import RedisIndex
-from tandem.router.index.audit import IndexAudit
-from tandem.router.index.metrics import IndexMetrics, counted_match
-from tandem.router.index.trust import IndexTrust
+from tandem.prefix_index.replica import Replica
+from tandem.prefix_index.replicated import ReplicatedIndex
+from tandem.router.index.metrics import IndexMetrics
 from tandem.router.limits.meter import make_meter
 from tandem.router.limits.metrics import TenantMetrics
 from tandem.router.memory_watch import MemoryWatch
 from tandem.router.metrics.gen_ai import make_gen_ai_metrics
-from tandem.router.metrics.router import Metrics, WorkerGauges
-from tandem.router.parsers.model_format import ModelFormat
-from tandem.router.request.dispatcher import Dispatcher
-from tandem.router.request.generator import Generator, LoadedModel
-from tandem.router.request.prompt.prompts import PromptPreparer
-from tandem.router.request.request import read_model_defaults
+from tandem.router.metrics.router import Metrics
+from tandem.router.request.generator import Generator
+from tandem.router.request.models import Models
 from tandem.router.scaling.adapters import AdapterControl
-from tandem.router.scaling.autoscale import AutoscaleGauges, AutoscaleLoop
-from tandem.router.scaling.control import ClusterControl
+from tandem.router.scaling.controls import ClusterControls
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.pool_watch import PoolWatch
 
 log = logging.getLogger(__name__)
 
@@ -95,15 +87,19 @@ class Router:
         self._memory: MemoryWatch | None = None
         self._redis: Client = connect(config.cluster.redis_url)
         self._tls = _public_certificate(config)
-        self._metrics = Metrics(make_gen_ai_metrics(_SERVICE, config.router_id))
-        watch = PoolWatch(config.autoscale.cold_start_s)
-        self.view = ClusterView(config.cluster, self._redis, config.tls_dir, pool_watch=watch)
-        self._metrics.registry.register(WorkerGauges(self.view))
-        self._index = RedisIndex(self._redis, config.cluster.cluster_id)
+        gen_ai = make_gen_ai_metrics(_SERVICE, config.router_id)
+        self._metrics = Metrics(gen_ai)
         index_metrics = IndexMetrics(self._metrics.registry)
-        hashed_under = self.view.compatibility
-        match = partial(counted_match, self._index, index_metrics, hashed_under)
-        trust = IndexTrust(self.view, self._index, index_metrics)
+        # The replica waits in Redis calls, so it has connections of its own.
+        self._replica_redis: Client = connect(config.cluster.redis_url)
+        replica = Replica(
+            self._replica_redis,
+            config.cluster.cluster_id,
+            bytes_max=config.prefix_replica_memory,
+            on_delay=index_metrics.replica_delay_s.observe,
+        )
+        self._index = ReplicatedIndex(self._redis, config.cluster.cluster_id, replica)
+        index_metrics.index = self._index
         ring = KeyRing(age_max_s=config.keys_max_age_s)
         bodies = BodyBudget(config.unparsed_bytes_max, config.addresses.unparsed_bytes_per_address)
         self._access = _access(config, ring, config.host, bodies)
@@ -117,16 +113,6 @@ class Router:
             file=config.keys_file,
             tls=self._tls,
         )
-        self._dispatcher = dispatcher = Dispatcher(
-            config,
-            self.view,
-            match,
-            self._metrics,
-            on_end=trust.observe,
-            have_tenants=lambda: config.trust_tenant_header or bool(ring.records),
-        )
-        tree = TreeInspector(self._redis, self._index)
-        self._audit = IndexAudit(self.view, tree, trust, index_metrics)
         self._tracing = make_tracing(_SERVICE, config.router_id)
         self.tenants = make_meter(
             self._redis,
@@ -136,27 +122,53 @@ class Router:
             num_routers=lambda: self._keys.num_routers,
             is_limited=ring.is_limited,
         )
-        self.generator = Generator(
-            config, self.view, dispatcher, self._metrics, self.tenants, self._tracing
-        )
-        self.autoscale = AutoscaleLoop(
-            config,
-            self.view,
-            self._metrics.demand,
+        shared = SharedParts(
+            self._redis,
+            self._index,
+            index_metrics,
+            TreeInspector(self._redis, self._index),
+            ring,
             self._trail,
-            num_held=self._num_held,
+            self.tenants,
+            self._tracing,
+            lambda: self._keys.num_routers,
         )
-        self._metrics.registry.register(AutoscaleGauges(self.view))
-        self._control = ClusterControl(config, self.view, self._trail)
-        self.page = PageFeed(
-            config, self.generator, self._control, self._metrics, self._trail, self._access
-        )
+        self.first = make_served_model(config, self._metrics, shared)
+        self.served = [
+            self.first,
+            *(
+                make_served_model(each, Metrics(gen_ai, has_process=False), shared)
+                for each in config.further()
+            ),
+        ]
+        # by group
+        self._pages = {
+            each.config.group: PageFeed(
+                each.config, each.generator, each.control, each.metrics, self._trail, self._access
+            )
+            for each in self.served
+        }
+        for page in self._pages.values():
+            page.siblings = list(self._pages.values())
+        self.models = Models(*(each.generator for each in self.served))
+        self.controls = ClusterControls(*(each.control for each in self.served))
+        self._batches = self._make_batches()
         self.picker: EndpointPicker | None = None
         self._fronts = Fronts(self._redis, config.cluster.cluster_id)
         picks = bool(config.gateway.endpoint_picker)
         self._public = self._make_picker() if picks else self._make_public()
         self._make_admin()
         self.listening = asyncio.Event()
+
+    @property
+    def view(self) -> ClusterView:
+        """The workers of the first model."""
+        return self.first.view
+
+    @property
+    def generator(self) -> Generator:
+        """The generator of the first model."""
+        return self.first.generator
 
     @property
     def http_port(self) -> int:
@@ -169,35 +181,35 @@ class Router:
         bound, and if there is no such port."""
         return self._public.grpc_port
 
-    def _num_held(self) -> int:
-        """Counts the requests that wait for a decode worker."""
-        return self._dispatcher.num_pending + (self.picker.num_awaited if self.picker else 0)
+    def _make_batches(self) -> BatchService | None:
+        config = self._config
+        gateway = config.gateway
+        # A front serves the requests of one worker only, and a picker or a gRPC replica no files.
+        if config.api == "grpc" or gateway.endpoint_picker or gateway.front_of:
+            return None
+        store = open_files(config.files)
+        if store is None:
+            return None
+        return BatchService(config, store, self.served)
 
     def _make_public(self) -> PublicListener:
         guard = CallGuard(self._access, self._trail)
-        handlers = GrpcApi(self._config, self.generator, guard).handlers()
+        handlers = GrpcApi(self._config, self.models, guard).handlers()
         clients = self._access.clients
         live = guard.live_peers
         return PublicListener(self._config, handlers, clients, live, self._tls)
 
     def _make_picker(self) -> PickerListener:
-        table = FrontTable(self._fronts, self.view)
-        self.picker = EndpointPicker(
-            self._config,
-            self.view,
-            self.generator,
-            self._dispatcher,
-            table,
-            self._access,
-            self._metrics,
-        )
+        table = FrontTable(self._fronts, [each.view for each in self.served])
+        self.picker = EndpointPicker(self._config, self.served, table, self._access)
         handlers = ExternalProcessor(self._config, self.picker).handlers()
         return PickerListener(self._config, handlers, table, self._access.clients, self._tls)
 
     def _make_admin(self) -> None:
         config = self._config
-        adapters = AdapterControl(self._control, self.generator, self._trail)
-        cluster = GrpcCluster(self._control, adapters, CallGuard(self._admin_access, self._trail))
+        adapters = AdapterControl(self.first.control, self.models, self._trail)
+        guard = CallGuard(self._admin_access, self._trail)
+        cluster = GrpcCluster(self.controls, adapters, guard)
         self.admin = AdminListener(
             config, cluster.handlers(), self._admin_access.clients, self._tls
         )
@@ -218,7 +230,7 @@ class Router:
         """Makes the readiness probe fail, although the router still serves requests. The caller
         calls `stop` later."""
         log.info("this router will shut down soon; it still serves requests")
-        self.generator.end_reason = "this router will shut down soon"
+        self.models.set_end_reason("this router will shut down soon")
         self.view.notify_change()
 
     async def run(self) -> None:
@@ -232,6 +244,11 @@ class Router:
         await self._keys.refresh(own_url)
         for access in (self._access, self._admin_access):
             access.check_start()
+        if self._batches is not None:
+            try:
+                await check_files(self._batches.store, self._config.files.files_url)
+            except FilesUnavailable as error:
+                log.warning("files and batches are not served now: %s", error.message)
         await self._public.start()
         app, admin_app = self._make_apps()
         admin = await self.admin.start(admin_app)
@@ -248,19 +265,14 @@ class Router:
             self._public.serve(app),
             admin,
             asyncio.create_task(self._trail.run(), name="audit-trail"),
-            asyncio.create_task(self.view.events.run(), name="events"),
-            asyncio.create_task(self.view.run(), name="cluster-view"),
             asyncio.create_task(self._load_and_watch(), name="model"),
-            asyncio.create_task(self._audit.run(), name="index-audit"),
+            asyncio.create_task(self._index.replica.run(), name="prefix-replica"),
             asyncio.create_task(self._keys.run(own_url), name="api-keys"),
-            asyncio.create_task(self.page.run(), name="page"),
             asyncio.create_task(self._stopping.wait(), name="stop"),
             *self._start_router_tasks(),
+            *(task for each in self.served for task in each.start()),
+            *(asyncio.create_task(p.run(), name=f"page {g}") for g, p in self._pages.items()),
         }
-        if self._config.autoscale.mode != "off":
-            work.add(asyncio.create_task(self.autoscale.run(), name="autoscale"))
-        if self._config.scale_objects:
-            work.add(asyncio.create_task(self._control.sizes.watch(), name="sizes"))
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -277,13 +289,15 @@ class Router:
             asyncio.create_task(self.tenants.limiter.run(), name="limits"),
             asyncio.create_task(self.tenants.usage.run(), name="usage"),
         }
+        if self._batches is not None:
+            work.add(asyncio.create_task(self._batches.runner.run(), name="batches"))
         if worker_id := self._config.gateway.front_of:
             front = announce(self._fronts, worker_id, self._public.endpoint, self._is_ready)
             work.add(asyncio.create_task(front, name="front"))
         return work
 
     def _is_ready(self) -> bool:
-        return not self.generator.not_ready_reason()
+        return not self.models.not_ready_reason()
 
     def _make_apps(self) -> tuple[FastAPI, FastAPI]:
         """Builds the public and the admin HTTP app."""
@@ -291,20 +305,20 @@ class Router:
         # chosen port for their messages.
         own = replace(self._config.admin, port=self.admin.http_port)
         config = replace(self._config, admin=own, http_port=self.http_port)
-        self.page.config = config
+        for each in self.served:
+            page = self._pages[each.config.group]
+            page.config = replace(each.config, admin=own, http_port=self.http_port)
         public = make_app(
-            config, self.generator, self._access, self._keys, self._trail, self._redis
-        )
-        admin = make_admin_app(
             config,
-            self.generator,
-            self._control,
-            self._metrics,
-            self._audit,
-            self._admin_access,
+            self.models,
+            self._access,
             self._keys,
             self._trail,
-            self.page,
+            self._redis,
+            self._batches,
+        )
+        admin = make_admin_app(
+            config, self.served, self._pages, self._admin_access, self._keys, self._trail
         )
         return public, admin
 
@@ -316,44 +330,53 @@ class Router:
     async def _drain(self, work: set[asyncio.Task[Any]]) -> None:
         deadline_s = self._config.drain_deadline_s
         log.info("this router is draining and shuts down within %g s", deadline_s)
-        self.generator.end_reason = "this router is draining"
+        self.models.set_end_reason("this router is draining")
         named = {task.get_name(): task for task in work}
         if (front := named.pop("front", None)) is not None:
             # The front is removed from Redis first, so that gateways send no more requests to it.
             await cancel(front)
+        if (batches := named.pop("batches", None)) is not None:
+            await cancel(batches)  # another router continues them at once
         cuts_idle = self.memory_error is not None
         await self._public.stop(deadline_s, named.pop("public"), cuts_idle=cuts_idle)
-        self.page.close()
+        for page in self._pages.values():
+            page.close()
         await self.admin.stop(named.pop("admin-http"))
         await cancel(*named.values())
-        if self.generator.model is not None:
-            self.generator.model.preparer.close()
+        for generator in self.models:
+            if generator.model is not None:
+                generator.model.preparer.close()
         await self._redis.aclose()
+        await self._replica_redis.aclose()
         await asyncio.to_thread(self._tracing.close)
         await asyncio.to_thread(self._metrics.gen_ai.close)
 
     async def _load_and_watch(self) -> None:
-        loading = asyncio.to_thread(_load, self._config)
-        model, _ = await asyncio.gather(loading, self._open_prefix_tree())
-        # With the fingerprint, the view can tell which workers run the same model.
-        self.view.model_fingerprint = model.folder.fingerprint
-        self.generator.model = model
-        self.view.notify_change()
+        opening = asyncio.create_task(self._open_prefix_tree())
+        for each in self.served:
+            each.take(await asyncio.to_thread(load_model, each.config))
+        self.models.check_names()
+        await opening
         exempt_loaded()
         if self._memory is not None:
             self._memory.rebase()
-        log.info("model %s is loaded", self.generator.served_name)
         jobs = [self._watch_readiness()]
         # `check` starts a process that tokenizes long prompts. With `--api grpc` long prompts are
         # rare, so the process starts only when the first long prompt arrives, which saves memory.
         if self._config.api != "grpc":
-            jobs.append(model.preparer.check())
+            jobs.append(self._check_tokenizers())
         await asyncio.gather(*jobs)
+
+    async def _check_tokenizers(self) -> None:
+        # One after another, because each check has a deadline and starts a process.
+        for generator in self.models:
+            if generator.model is not None:
+                await generator.model.preparer.check()
 
     async def _watch_readiness(self) -> None:
         reported: str | None = None
         while True:
-            reason = self.generator.not_ready_reason() or self._public.not_ready_reason()
+            reason = self.models.not_ready_reason() or self._public.not_ready_reason()
             if reason != reported:
                 for server in filter(None, (self._public.grpc, self.admin.grpc)):
                     await server.set_ready(ready=not reason)
@@ -364,7 +387,7 @@ class Router:
                 )
                 reported = reason
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEALTH_INTERVAL_S):
+                async with asyncio.timeout(until_tick_s(HEALTH_INTERVAL_S)):
                     await self.view.wait_change()
 
     async def _open_prefix_tree(self) -> None:
@@ -415,32 +438,3 @@ def _access(config: RouterConfig, ring: KeyRing, host: str, bodies: BodyBudget) 
         ),
         bodies=bodies,
     )
-
-
-def _load(config: RouterConfig) -> LoadedModel:
-    folder = resolve(config.model, revision=config.model_revision, model_impl=config.model_impl)
-    sampling = _sampling_defaults(config, folder.path / "generation_config.json")
-    tokenizer = Tokenizer(folder.path)
-    preparer = PromptPreparer(
-        folder.path,
-        tokenizer,
-        num_processes=config.tokenizer_processes,
-        image_rules=read_rules(folder),
-        finds_system=folder.config.has_states,
-    )
-    answers = ModelFormat(tokenizer, config.answers)
-    created_s = int((folder.path / "config.json").stat().st_mtime)
-    return LoadedModel(folder, tokenizer, preparer, answers, created_s, sampling)
-
-
-def _sampling_defaults(config: RouterConfig, file: Path) -> Mapping[str, float]:
-    """Reads the sampling defaults from the model's `generation_config.json`. Raises ConfigError if
-    a value is out of range."""
-    if config.answers.generation_config == "none":
-        return {}
-    with naming(file):
-        defaults = read_model_defaults(read_json_if_any(file))
-    if defaults:
-        shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        log.info("defaults of the model for fields that a request does not set: %s", shown)
-    return defaults

@@ -3,12 +3,14 @@
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
 from rich.table import Table
 
 from tandem.cluster.operate import call_with_progress, console
+from tandem.common.options import to_text
 from tandem.common.units import parse_time
 from tandem.errors import OperateError
 from tandem.net.security.keys import KeyRecord, Role, create
@@ -17,7 +19,7 @@ from tandem.net.security.limits import NO_LIMITS, changed
 _PATH = "/v1/keys"
 
 
-def create_key(url: str, tenant: str, role: str, expires: str, limits: dict[str, int]) -> None:
+def create_key(url: str, tenant: str, role: str, expires: str, limits: dict[str, Any]) -> None:
     """Creates a key and prints it. Raises OperateError."""
     body = {
         "tenant": tenant,
@@ -28,7 +30,7 @@ def create_key(url: str, tenant: str, role: str, expires: str, limits: dict[str,
     print(call_with_progress(url, "POST", body, path=_PATH)["key"])
 
 
-def add_key(file: Path, tenant: str, role: Role, expires: str, limits: dict[str, int]) -> None:
+def add_key(file: Path, tenant: str, role: Role, expires: str, limits: dict[str, Any]) -> None:
     """Creates a key, appends its record to the JSON file of key records, and prints the key. Raises
     OperateError."""
     lifetime_s = parse_duration(expires)
@@ -53,18 +55,18 @@ def list_keys(url: str) -> None:
     table = Table(*columns, box=None, pad_edge=False)
     for key in call_with_progress(url, "GET", path=_PATH)["keys"]:
         words = [key[name] for name in ("key_id", "tenant", "role", "state")]
-        limits = " ".join(f"{name}={value}" for name, value in key["limits"].items())
+        limits = " ".join(f"{name}={to_text(value)}" for name, value in key["limits"].items())
         table.add_row(*words, _day(key["created_at"]), _day(key["expires_at"]), limits)
     console().print(table)
 
 
-def update_key(url: str, key_id: str, limits: dict[str, int]) -> None:
+def update_key(url: str, key_id: str, limits: dict[str, Any]) -> None:
     """Changes limits of a key and prints all its limits. Raises OperateError."""
     if not limits:
         raise OperateError("name a limit to change, such as --requests-per-minute 60")
     key = call_with_progress(url, "POST", {"limits": limits}, path=f"{_PATH}/{key_id}/update")
     for name, value in key["limits"].items():
-        print(f"{name}: {value}")
+        print(f"{name}: {to_text(value)}")
     if not key["limits"]:
         print("the key has no limits")
 

@@ -79,17 +79,22 @@ def show_status(url: str, *, as_json: bool = False) -> None:
     screen = console()
     router = state["router"]
     ready = ("ready", "green") if router["ready"] else ("not ready", "yellow")
-    model = state["model"] or "a router"
-    screen.print(Text.assemble(f"{model} at {url}: ", ready, f"; redis {state['redis']}"))
-    if "headline" in state:  # older routers send none
-        screen.print(state["headline"])
+    models = state.get("models", [state])  # a router of one model sends no list
+    names = " and ".join(each["model"] or "a router" for each in models)
+    screen.print(Text.assemble(f"{names} at {url}: ", ready, f"; redis {state['redis']}"))
+    for each in models:
+        of = f"{each['model']}: " if len(models) > 1 else ""
+        if "headline" in each:  # older routers send none
+            screen.print(f"{of}{each['headline']}")
     screen.print()
     screen.print(pools_table(state["pools"]))
     for reason in (*waiting_pools(state), *placed_whys(state["pools"])):
         screen.print(reason)
-    autoscale = state.get("autoscale", {})
-    for decision in autoscale.get("decisions", ()):
-        screen.print(f"autoscale {autoscale['mode']}: {decision['why']}")
+    for each in models:
+        of = f" of {each['model']}" if len(models) > 1 else ""
+        autoscale = each.get("autoscale", {})
+        for decision in autoscale.get("decisions", ()):
+            screen.print(f"autoscale {autoscale['mode']}{of}: {decision['why']}")
     screen.print()
     for part in worker_tables(state["workers"], state.get("known_workers", ()), screen):
         screen.print(part)
@@ -218,6 +223,9 @@ def _show_record(record: Mapping[str, Any]) -> None:
     for name in [name for name in _LATER_STAGES if name in stages]:
         table.add_row(f"{name}, later", f"{stages[name]:.1f}", "")
     screen.print(table)
+    if record.get("session") or record.get("priority"):
+        named = f" of session {record['session']}" if record["session"] else ""
+        screen.print(f"priority {record['priority']}{named}", markup=False)
     if waited_ms := record["shared_wait_ms"]:
         screen.print(
             f"{waited_ms:.1f} ms of the queue time: the request waited for KV blocks that other "

@@ -11,14 +11,14 @@ from types import MappingProxyType
 from typing import get_args
 
 from tandem.cluster.pools import ClusterSpec, Host, Leave, Member, router_hosts, with_free_gpu
-from tandem.common.config.cluster import SIZED_POOLS, Pool
+from tandem.common.config.cluster import SIZED_POOLS, Pool, PoolName, group_of, role_of
 
 
 def describe(
-    wanted: Mapping[Pool, int],
+    wanted: Mapping[PoolName, int],
     members: Sequence[Member],
-    pools: Collection[Pool] = SIZED_POOLS,
-    waits: Mapping[Pool, str] = MappingProxyType({}),
+    pools: Collection[PoolName] = SIZED_POOLS,
+    waits: Mapping[PoolName, str] = MappingProxyType({}),
 ) -> dict[str, object]:
     """Builds the state of these pools as stored in Redis and returned by `/v1/cluster`. `waits` has
     the reasons why pools are smaller than wanted."""
@@ -51,21 +51,26 @@ def describe(
             ],
             **({"waits_why": waits[pool]} if pool in waits else {}),
         }
-        for pool in get_args(Pool)
-        if pool in pools
+        for pool in _in_order(pools)
     }
+
+
+def _in_order(pools: Collection[PoolName]) -> list[PoolName]:
+    """Sorts pools: those of the first model come first, and routers before workers."""
+    roles = get_args(Pool)
+    return sorted(pools, key=lambda pool: (group_of(pool), roles.index(role_of(pool))))
 
 
 def gpu_waits(
     spec: ClusterSpec,
-    wanted: Mapping[Pool, int],
+    wanted: Mapping[PoolName, int],
     members: Sequence[Member],
     hosts: Sequence[Host],
     leaving: Mapping[str, Leave] = MappingProxyType({}),
-) -> dict[Pool, str]:
+) -> dict[PoolName, str]:
     """Finds the pools that are smaller than wanted because no GPU is free. Returns pool -> reason.
     The arguments are those of `plan`."""
-    waits: dict[Pool, str] = {}
+    waits: dict[PoolName, str] = {}
     for pool in spec.pools:
         current = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
         needs = spec.selectors.get(pool, {}).items()

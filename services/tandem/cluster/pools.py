@@ -1,15 +1,16 @@
 """Decides which processes the pool controller starts and drains.
 
-A member is one process of a pool, such as decode-0. An agent keeps the process running and reports
-the state of the member. The controller itself sets the states "draining" and "lost".
+A member is one process of a pool, such as decode-0. A keeper keeps the process running and reports
+the state of the member (processes/keeper.py). The controller itself sets the states "draining" and
+"lost".
 
     state        meaning                                            next state
-    pending      the agent has not reported yet                     running or restarting
-    running      the process runs                                   restarting, if the process ends
-    restarting   the process has ended; the agent starts it again   running
-    draining     the process finishes its requests, then ends       gone
-    gone         the process has ended                              none: the member is removed
-    lost         the member's host does not answer                  pending, if the host is back
+    pending      the keeper has not reported yet                     running or restarting
+    running      the process runs                                    restarting, if the process ends
+    restarting   the process has ended; the keeper starts it again   running
+    draining     the process finishes its requests, then ends        gone
+    gone         the process has ended                               none: the member is removed
+    lost         the member's host does not answer                   pending, if the host is back
 
 If a pool shrinks, members become draining. If a host is lost, all its members become lost. A lost
 member keeps its name, because its process may still run: if decode-0 is lost, the member that
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Literal
 
@@ -42,7 +44,7 @@ from tandem.cluster.nearness import (
     far_reason,
     host_bandwidths,
 )
-from tandem.common.config.cluster import Pool
+from tandem.common.config.cluster import Pool, PoolName, group_of, pool_name, role_of
 
 # What happens to the members of a host that wants to leave the cluster. leaves: new members start
 # on other hosts, and the old members keep running. drains: the old members are drained.
@@ -50,7 +52,7 @@ Leave = Literal["leaves", "drains"]
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
 # Order in which `plan` adds members. `grpc` is not listed, because `_follow_routers` adds a gRPC
 # replica to each host with a router.
-_IN_TURN: tuple[Pool, ...] = ("router", "decode", "prefill")
+_IN_TURN: tuple[Pool, ...] = ("router", "decode", "prefill", "encode")
 _PEERS: Mapping[Pool, Pool] = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -83,15 +85,21 @@ class Host(msgspec.Struct, frozen=True):
     """A machine of the cluster. `host_id` is empty if the cluster has only one machine."""
 
     host_id: str
-    cores: list[int]  # cores to which engines may be pinned
+    cores: list[int]  # cores to which engines may be pinned, NUMA node by NUMA node
     labels: dict[str, str] = {}
     resources: dict[str, float] = {}  # only with `on_nodes`: all resources of the Ray node
     num_gpus: int = 0
+    numa: list[int] = []  # number of cores of each NUMA node; empty: unknown
+
+    @property
+    def cores_by_node(self) -> list[list[int]]:
+        ends = list(accumulate(self.numa)) or [len(self.cores)]
+        return [self.cores[begin:end] for begin, end in pairwise([0, *ends])]
 
 
 class ClusterSpec(msgspec.Struct, frozen=True):
-    """The settings of the pool controller and the agents: the pools, and the cores, labels and GPUs
-    of one host. Each host has a spec of its own. Secrets are not in the spec but in the
+    """The settings of the pool controller and the keepers: the pools, and the cores, labels and
+    GPUs of one host. Each host has a spec of its own. Secrets are not in the spec but in the
     environment.
 
     With `on_nodes`, the hosts are nodes of a Ray cluster whose lifetime Tandem does not control.
@@ -99,9 +107,9 @@ class ClusterSpec(msgspec.Struct, frozen=True):
 
     cluster_id: str
     run_folder: str
-    pools: dict[Pool, PoolCommand]
-    wanted: dict[Pool, int]  # number of processes in each pool at the start of the cluster
-    cores: list[int]  # cores to which engines may be pinned
+    pools: dict[PoolName, PoolCommand]
+    wanted: dict[PoolName, int]  # number of processes in each pool at the start of the cluster
+    cores: list[int]  # cores to which engines may be pinned, NUMA node by NUMA node
     # A draining process is killed this many seconds after SIGTERM. Normally it ends earlier,
     # because its own drain deadline is shorter.
     drain_deadline_s: float = 45.0
@@ -112,27 +120,30 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     labels: dict[str, str] = {}
     number: int = 0  # fencing number of the Ray head (head_lease.py); 0: no machine can join
     host_before: str = ""  # host on which the previous head ran, until that head lost the lease
-    selectors: dict[Pool, dict[str, str]] = {}  # pool -> labels that a host of the pool must have
+    selectors: dict[
+        PoolName, dict[str, str]
+    ] = {}  # pool -> labels that a host of the pool must have
     on_nodes: bool = False
     requests_nodes: bool = False  # True: request missing nodes from Ray's autoscaler
     num_gpus: int = 0
+    numa: list[int] = []  # number of cores of each NUMA node; empty: unknown
     workers_per_gpu: int | None = None  # largest number of workers on one GPU; None: no limit
 
     @property
     def host(self) -> Host:
-        return Host(self.host_id, self.cores, self.labels, num_gpus=self.num_gpus)
+        return Host(self.host_id, self.cores, self.labels, num_gpus=self.num_gpus, numa=self.numa)
 
-    def resources(self, pool: Pool) -> dict[str, float]:
+    def resources(self, pool: PoolName) -> dict[str, float]:
         """The Ray resources that one process of a pool takes. By default, this is one unit of a
-        resource with the pool's name: {"decode": 1.0}."""
-        return self.pools[pool].resources or {pool: 1.0}
+        resource with the name of the pool's role: {"decode": 1.0}."""
+        return self.pools[pool].resources or {role_of(pool): 1.0}
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One process of a pool, kept running by its agent."""
+    """One process of a pool, kept running by its keeper."""
 
     member_id: str  # pool and number, such as decode-0; the number of a gone member is reused
-    pool: Pool
+    pool: PoolName
     ordinal: int  # number of the member in the order of creation, never reused
     cores: list[int] = []  # cores to which the process is pinned; empty: it may use all cores
     state: MemberState = "pending"
@@ -144,21 +155,21 @@ class Member(msgspec.Struct, frozen=True):
     # process still runs
     ending: str = ""
     is_stopped: bool = False  # True: a signal such as SIGSTOP has stopped the process
-    since: float = 0.0  # Unix time when the agent first reported `state` and `pid`
+    since: float = 0.0  # Unix time when the keeper first reported `state` and `pid`
     host: str = ""
     # True: the process gets the ports in `PoolCommand.ports`. False: the system chooses its ports.
     has_ports: bool = False
-    # How often the member's host was lost and came back. The number is part of the agent's name,
-    # because the member gets a new agent each time.
+    # How often the member's host was lost and came back. The number is part of the keeper's name,
+    # because the member gets a new keeper each time.
     num_losses: int = 0
     # why the member is not on another host (text of `far_reason`); empty: no host was far
     placed_why: str = ""
     gpus: list[int] = []  # indices of the worker's GPUs on the host
 
     @property
-    def agent_name(self) -> str:
+    def keeper_name(self) -> str:
         again = f"-{self.num_losses}" if self.num_losses else ""
-        return f"agent-{self.member_id}-{self.ordinal}{again}"
+        return f"{self.member_id}-{self.ordinal}{again}"
 
     @property
     def leaves(self) -> bool:
@@ -166,13 +177,13 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def is_coming_back(self) -> bool:
-        """True while the member's host is back and the new agent has not reported yet."""
+        """True while the member's host is back and the new keeper has not reported yet."""
         return self.state == "pending" and self.num_losses > 0
 
 
 def plan(
     spec: ClusterSpec,
-    wanted: Mapping[Pool, int],
+    wanted: Mapping[PoolName, int],
     members: Sequence[Member],
     hosts: Sequence[Host] | None = None,
     leaving: Mapping[str, Leave] = MappingProxyType({}),
@@ -193,9 +204,9 @@ def plan(
 
     `measured` has the bandwidths between workers. It affects only which hosts get new members.
 
-    New members are added in turns of one router, one decode worker and one prefill worker. The
-    order matters because Ray starts agents one by one and hosts may have too few GPUs. Decode comes
-    before prefill because a decode worker can serve alone.
+    New members are added in turns of one router, one decode worker, one prefill worker and one
+    encode worker. The order matters because hosts may have too few GPUs. Decode comes before
+    prefill because a decode worker can serve alone.
     """
     hosts = [spec.host] if hosts is None else hosts
     hosts = [host for host in hosts if host.host_id not in leaving]
@@ -203,21 +214,20 @@ def plan(
     drain = [m for m in members if not m.leaves and leaving.get(m.host) == "drains"]
     current = {
         pool: [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
-        for pool in _IN_TURN
+        for pool in _in_turn(spec)
     }
     missing = {pool: wanted.get(pool, 0) - len(found) for pool, found in current.items()}
-    for number in range(max(missing.values())):
+    for number in range(max(missing.values(), default=0)):
         for pool in [pool for pool, num_missing in missing.items() if number < num_missing]:
             found = _host_for(spec, pool, [*members, *add], hosts, measured)
             if found is not None:
                 add.append(_next_member(spec, pool, [*members, *add], *found))
-    for pool in _IN_TURN:
-        if missing[pool] < 0:
+    for pool, num_missing in missing.items():
+        if num_missing < 0:
             leave = _surplus_on_nodes if spec.on_nodes else _surplus
-            drain += leave(current[pool], -missing[pool])
+            drain += leave(current[pool], -num_missing)
         elif (
-            missing[pool] == 0
-            and pool in spec.pools
+            num_missing == 0
             and not spec.on_nodes
             and (found := _host_to_move_to(spec, pool, [*members, *add], hosts, measured))
         ):
@@ -227,6 +237,12 @@ def plan(
     return add, drain
 
 
+def _in_turn(spec: ClusterSpec) -> list[PoolName]:
+    """Returns the pools in the order in which `plan` adds members."""
+    pools = [pool for pool in spec.pools if role_of(pool) in _IN_TURN]
+    return sorted(pools, key=lambda pool: _IN_TURN.index(role_of(pool)))
+
+
 def router_hosts(members: Sequence[Member]) -> set[str]:
     """Lists the hosts with a router that is not draining or lost. Each of these hosts also gets one
     gRPC replica."""
@@ -234,7 +250,7 @@ def router_hosts(members: Sequence[Member]) -> set[str]:
 
 
 def node_bundles(
-    spec: ClusterSpec, wanted: Mapping[Pool, int], members: Sequence[Member]
+    spec: ClusterSpec, wanted: Mapping[PoolName, int], members: Sequence[Member]
 ) -> list[tuple[dict[str, float], dict[str, str]]]:
     """Lists what to request from Ray's autoscaler: (resources, labels of the node) for each wanted
     process.
@@ -264,7 +280,7 @@ def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
 
 def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
     """Changes the state of lost members to "pending" if their host is back. Returns only the
-    changed members. The caller creates new agents for them."""
+    changed members. The caller creates new keepers for them."""
     return [
         msgspec.structs.replace(m, state="pending", num_losses=m.num_losses + 1)
         for m in members
@@ -273,7 +289,7 @@ def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]
 
 
 def with_free_gpu(
-    spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: list[Host]
+    spec: ClusterSpec, pool: PoolName, members: Sequence[Member], hosts: list[Host]
 ) -> tuple[list[Host], str]:
     """Returns the hosts whose GPUs suit one more worker best, and "". If no host is suitable,
     returns an empty list and the reason.
@@ -358,7 +374,7 @@ def _surplus_on_nodes(current: Sequence[Member], num_surplus: int) -> list[Membe
 
 def _host_to_move_to(
     spec: ClusterSpec,
-    pool: Pool,
+    pool: PoolName,
     members: Sequence[Member],
     hosts: Sequence[Host],
     measured: PairBandwidths,
@@ -379,7 +395,7 @@ def _host_to_move_to(
 
 def _host_for(
     spec: ClusterSpec,
-    pool: Pool,
+    pool: PoolName,
     members: Sequence[Member],
     hosts: Sequence[Host],
     measured: PairBandwidths,
@@ -402,7 +418,7 @@ def _host_for(
 
 
 def _fits(
-    spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
+    spec: ClusterSpec, pool: PoolName, members: Sequence[Member], hosts: Sequence[Host]
 ) -> list[Host]:
     """Returns the hosts that have the labels of the pool and the fewest members of the pool.
     Members are spread in this way so that the loss of one host does not take a whole pool.
@@ -424,25 +440,26 @@ def _fits(
 
 
 def _without_far(
-    pool: Pool, members: Sequence[Member], hosts: list[Host], measured: PairBandwidths
+    pool: PoolName, members: Sequence[Member], hosts: list[Host], measured: PairBandwidths
 ) -> tuple[list[Host], str]:
     """Returns the hosts that are not far from the pool's peers, and a text about the far hosts.
 
     Prefill and decode workers are peers. A peer without an entry in `measured` is ignored.
     """
-    if len(hosts) < 2 or pool not in _PEERS:
+    if len(hosts) < 2 or role_of(pool) not in _PEERS:
         return hosts, ""
+    of_peers = pool_name(group_of(pool), _PEERS[role_of(pool)])
     current = [m for m in members if not m.leaves]
-    peers = [m.host for m in current if m.pool == _PEERS[pool] and m.member_id in measured]
+    peers = [m.host for m in current if m.pool == of_peers and m.member_id in measured]
     between = host_bandwidths(measured, {m.member_id: m.host for m in current})
     bandwidths = bandwidths_to(peers, [host.host_id for host in hosts], between)
     if not (far := far_hosts(bandwidths)):
         return hosts, ""
     near = [host for host in hosts if host.host_id not in far]
-    return near, far_reason(far, bandwidths, _PEERS[pool])
+    return near, far_reason(far, bandwidths, of_peers)
 
 
-def _has_room(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host) -> bool:
+def _has_room(spec: ClusterSpec, pool: PoolName, members: Sequence[Member], host: Host) -> bool:
     """Says whether a node has resources for one more member. A draining member still uses its
     resources."""
     free = Counter(host.resources)
@@ -453,7 +470,7 @@ def _has_room(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Ho
 
 
 def _next_member(
-    spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host, placed_why: str
+    spec: ClusterSpec, pool: PoolName, members: Sequence[Member], host: Host, placed_why: str
 ) -> Member:
     taken = {m.member_id for m in members}
     number = next(n for n in range(len(taken) + 1) if f"{pool}-{n}" not in taken)
@@ -474,7 +491,7 @@ def _next_member(
 
 
 def _gpus_for(
-    spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host
+    spec: ClusterSpec, pool: PoolName, members: Sequence[Member], host: Host
 ) -> dict[str, tuple[int, list[int]]]:
     """Finds the GPUs of a host for one more member of a pool, as `_least_used_gpus` does."""
     command = spec.pools[pool]
@@ -495,10 +512,13 @@ def _least_used_gpus(
 
 
 def _least_used_cores(host: Host, members: Sequence[Member], num: int) -> list[int]:
-    """Chooses the least used cores for one more member. If the host has fewer than `num` cores, the
-    member may use all of them."""
-    if num > len(host.cores):
-        return []
+    """Chooses the least used cores for one more member, of one NUMA node unless others are used
+    less. If the host has fewer than `num` cores, the member may use all of them."""
     current = [m for m in members if m.host == host.host_id and not m.leaves]
     uses = Counter(core for member in current for core in member.cores)
-    return sorted(sorted(host.cores, key=lambda core: uses[core])[:num])
+    found = [
+        sorted(cores, key=lambda core: uses[core])[:num]
+        for cores in (*host.cores_by_node, host.cores)
+        if len(cores) >= num
+    ]
+    return sorted(min(found, key=lambda cores: sum(uses[core] for core in cores), default=[]))

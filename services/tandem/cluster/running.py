@@ -1,6 +1,7 @@
 """`tandem ps` lists the clusters of this user on this machine."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,11 +21,13 @@ def show_clusters() -> None:
     for addresses in running():
         state = _state(addresses)
         workers = state.get("workers", ())
-        roles = [sum(w["role"] == role for w in workers) for role in ("prefill", "decode")]
+        roles = Counter(w["role"] for w in workers)
+        shown = [f"{roles[role]} {role}" for role in ("prefill", "decode")]
+        shown += [f"{roles['encode']} encode"] if roles["encode"] else []
         table.add_row(
             str(state.get("model") or "?"),
             _word(state),
-            "{} prefill, {} decode".format(*roles) if state else "?",
+            ", ".join(shown) if state else "?",
             addresses.http,
             addresses.admin,
             _age(time.time() - addresses.started_at) if addresses.started_at else "?",

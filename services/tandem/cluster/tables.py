@@ -200,9 +200,12 @@ def _rows(
 
 def _requests(role: str, load: Mapping[str, int]) -> tuple[str, str]:
     """Formats the numbers of a worker's requests, as `WorkerLoad` counts them. A request belongs to
-    its decode worker, so a prefill worker has prompts and no requests."""
+    its decode worker, so most prefill workers have prompts and no requests."""
     if role == "prefill":
-        return "-", "-"
+        num_decoding = load["num_running"] - load.get("num_prefilling", 0)
+        return str(num_decoding) if num_decoding > 0 else "-", "-"
+    if role == "encode":  # it counts images
+        return str(load["num_running"]), str(load["num_waiting"])
     num_prefilling = load.get("num_prefilling", 0)  # older workers do not send it
     others = num_prefilling + load.get("num_pulls", 0) + load["num_waiting"]
     return str(load["num_running"] - num_prefilling), str(others)

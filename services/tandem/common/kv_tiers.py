@@ -28,4 +28,7 @@ KV_TIERS = (
     KvTier(DISK, "kv_disk_path", bytes_per_s=3e8, is_sealed=True, is_folder=True),
     KvTier(STORE, "kv_store_url", bytes_per_s=1e8, is_shared=True, is_sealed=True),
 )
+# Blocks that a worker has loaded from tiers for peers take at most this part of its KV pool, until
+# the peers have them.
+PEER_SHARE_MAX = 0.5
 SHARED_TIERS = tuple(tier.name for tier in KV_TIERS if tier.is_shared)

@@ -13,7 +13,7 @@ options`).
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import reduce
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -216,13 +216,16 @@ def extended(settings: Options, made: type[T], **more: object) -> T:
     return made(**{f.name: getattr(settings, f.name) for f in fields(settings)} | more)
 
 
-def to_argv(settings: Options) -> list[str]:
+def to_argv(
+    settings: Options, *, without: Collection[str] = (), with_defaults: bool = False
+) -> list[str]:
     """Returns a command line that results in equal settings. Options at their defaults are left
-    out."""
+    out unless `with_defaults` is True, and so are those in `without`, such as "--port"."""
     line: list[str] = []
     for argument in arguments(type(settings)):
         value = setting(settings, argument)
-        if argument.parse and value != argument.field_info.default:
+        is_kept = argument.parse and argument.name not in without
+        if is_kept and (with_defaults or value != argument.field_info.default):
             if isinstance(value, bool):
                 line.append(argument.name if value else argument.negatives[0])
             else:

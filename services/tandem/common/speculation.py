@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 TOKENS_MAX = 64
 # Largest number of answers in which other sequences find proposals.
 ANSWERS_MAX = 10_000
-_METHODS = ("ngram", "suffix")
+_METHODS = ("ngram", "suffix", "draft_model")
 _OF_METHOD = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": (
@@ -23,6 +23,7 @@ _OF_METHOD = {
         "suffix_decoding_max_spec_factor",
         "suffix_decoding_min_token_prob",
     ),
+    "draft_model": ("model", "revision"),
 }
 
 
@@ -38,18 +39,23 @@ class Speculated(msgspec.Struct, frozen=True):
 class Speculation:
     """How an engine proposes tokens of a sequence.
 
-    A proposal is the text that followed the last tokens of the sequence where they occurred before:
-    in the sequence itself, or in a recent answer to the same tenant.
+    With the methods `ngram` and `suffix`, a proposal is the text that followed the last tokens of
+    the sequence where they occurred before: in the sequence itself, or in a recent answer to the
+    same tenant. With `draft_model`, a smaller model samples it.
     """
 
-    method: Literal["ngram", "suffix"]
+    method: Literal["ngram", "suffix", "draft_model"]
     tokens_max: int  # largest number of tokens in a proposal
-    match_min: int  # smallest number of last tokens that must have occurred before
-    match_max: int  # number of last tokens that are compared
+    match_min: int = 1  # smallest number of last tokens that must have occurred before
+    match_max: int = 1  # number of last tokens that are compared
     # A proposal has at most this number of tokens for each token that matched; None: no limit.
     factor: float | None = None
     probability_min: float = 0.0  # a proposed token has at least this probability
     answers_max: int = 0  # number of recent answers in which proposals are found
+    model: str = (
+        ""  # the draft model: a folder, a GGUF file or a name on the hub; "": there is none
+    )
+    revision: str = ""  # commit, tag or branch of a draft model on the hub
 
 
 class SpeculationStats(msgspec.Struct):
@@ -124,6 +130,13 @@ def _read(given: dict[str, Any]) -> Speculation:
             match_min=shortest,
             match_max=longest,
         )
+    if method == "draft_model":
+        return Speculation(
+            "draft_model",
+            tokens_max=_whole(given, "num_speculative_tokens"),
+            model=_text(given, "model"),
+            revision=_text(given, "revision", ""),
+        )
     depth = _whole(given, "suffix_decoding_max_tree_depth", 24)
     return Speculation(
         "suffix",
@@ -136,6 +149,28 @@ def _read(given: dict[str, Any]) -> Speculation:
             given, "suffix_decoding_max_cached_requests", ANSWERS_MAX, range(ANSWERS_MAX + 1)
         ),
     )
+
+
+def with_draft_at(text: str, model: str) -> str:
+    """Returns the setting `text`, which has a draft model, with the model at the path `model`."""
+    given = msgspec.json.decode(text)
+    given.pop("revision", None)
+    return msgspec.json.encode(given | {"model": model}).decode()
+
+
+def without_draft(text: str) -> str:
+    """Returns the setting `text`, or auto in place of one that has a draft model."""
+    setting = parse_speculation(text)
+    return "auto" if setting is not None and setting.model else text
+
+
+def _text(given: dict[str, Any], key: str, default: str | None = None) -> str:
+    value = given.get(key, default)
+    if value is None:
+        raise ConfigError(f"speculative-config lacks the key {key}")
+    if not isinstance(value, str) or (default is None and not value):
+        raise ConfigError(f"speculative-config has {key} {value!r}; it must be a text")
+    return value
 
 
 def _whole(

@@ -60,4 +60,4 @@ def format_ms(ms: float) -> str:
 
 def format_time(seconds: float) -> str:
     """Writes a time in seconds, such as 0.1s; 0 has no unit."""
-    return f"{seconds:g}s" if seconds else "0"
+    return f"{seconds:.15g}s" if seconds else "0"

@@ -26,6 +26,7 @@ from itertools import count
 import torch
 
 from tandem.common.config.engine import EngineConfig
+from tandem.common.perf_model.running_slots import STEP_SHARE
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.common.speculation import parse_speculation
 from tandem.common.worker_load import WorkerLoad
@@ -33,6 +34,7 @@ from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.block_table import check_own, check_trusted
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.layout.kv_groups import divide_pool, num_scratch_slots
+from tandem.engine.executor.draft_model import DraftModel
 from tandem.engine.executor.sampler import Sampled, StepSampler
 from tandem.engine.image_rows import ImageRows
 from tandem.engine.kept_chains import KeptChains
@@ -42,7 +44,6 @@ from tandem.engine.peer_blocks import PeerBlocks
 from tandem.engine.report import PendingReport
 from tandem.engine.runner_protocol import Runner
 from tandem.engine.scheduler.batch import StepBatch
-from tandem.engine.scheduler.running_slots import STEP_SHARE
 from tandem.engine.scheduler.schedule import Chunk, Schedule
 from tandem.engine.scheduler.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status, finish_reason
@@ -116,6 +117,11 @@ class Engine:
             self.max_model_len,
             has_states=self._kv.has_states,
         )
+        self._draft_model: DraftModel | None = None
+        if runner.draft is not None:
+            self._draft_model = DraftModel(
+                runner.draft, config, self._speculator, self.layout.most_blocks
+            )
         self._new_sequences = NewSequences(
             runner,
             model_fingerprint,
@@ -148,6 +154,7 @@ class Engine:
             tiers=self._tiers,
             images=self._images,
             speculator=self._speculator,
+            draft_model=self._draft_model,
         )
         self._sequences = LiveSequences()
         self._pending = PendingReport(self.layout)
@@ -442,6 +449,8 @@ class Engine:
         self._kv.check_integrity([*tables, *self._peer_blocks.tables])
         self._scheduler.check_integrity(self._sequences.values())
         self._tiers.check_integrity()
+        if self._draft_model is not None:
+            self._draft_model.check_integrity()
 
     def close(self) -> None:
         """Ends the threads of the tiers. First, for at most a few seconds, they write copies of the
@@ -502,8 +511,8 @@ class Engine:
     def _settle_images(self) -> None:
         errors = self._images.settle()
         for sequence in list(self._scheduler.running) if errors else ():
-            found = [image.digest for image in sequence.missing_images if image.digest in errors]
-            if found:
+            keys = ((sequence.spec.cache_salt, image.digest) for image in sequence.missing_images)
+            if found := [key for key in keys if key in errors]:
                 self._fail(sequence, errors[found[0]])
 
     def _settle_masks(self) -> list[GrammarMatcher]:
@@ -748,6 +757,8 @@ class Engine:
         self.kept.keep(spec.cache_salt, spec.retention, stored)
         if sequence.drafter is not None:
             self._speculator.keep(spec, sequence.token_ids)
+        if self._draft_model is not None:
+            self._draft_model.release(sequence)
         self._scheduler.withdraw(sequence)
         self._kv.release(sequence.release_tables(), unsafe_blocks)
 
@@ -777,7 +788,8 @@ class Engine:
         report.chains = self._kv.take_chain_changes()
         report.tiers = self._tiers.take_events()
         if work.num_tokens:
-            self._step_time.observe(work, seconds)
+            drafting_s = 0.0 if self._draft_model is None else self._draft_model.take_seconds()
+            self._step_time.observe(work, seconds - drafting_s)
             report.rates = self._step_time.rates(self.unmeasured_rates)
         return report
 

@@ -43,7 +43,7 @@ def measure_load(
         num_waiting=num_waiting,
         queued_tokens=sum(s.missing_span[0] for s in sequences),
         queued_s=scheduler.deadlines.queued_s(sequences),
-        blocks_total=sum(pool.num_blocks for pool in kv.pools),
+        blocks_total=sum(kv.num_usable_blocks),
         blocks_used=sum(pool.num_used for pool in kv.pools),
         blocks_cached=sum(pool.num_cached for pool in kv.pools),
         blocks_quarantined=kv.num_quarantined - tiers.num_fenced,

@@ -4,13 +4,16 @@
     native     KV pool + packed weights + the largest tensor while it is converted
     others     KV pool + weights in the compute dtype
 
+A worker that takes images also needs its vision tower, which it loads with the first image. An
+encode worker needs nothing else.
+
 Native kernels convert and pack one tensor at a time. A tensor that needs no conversion is mapped
 from the file and does not count, because the operating system can reclaim mapped pages when memory
 is short. Before the launcher starts workers, it checks the memory for all of them together. Each
 engine checks again, before it allocates memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +27,9 @@ from tandem.engine.cache.layout.kv_groups import (
     divide_pool,
     model_layout,
 )
+from tandem.models.draft import draft_options
 from tandem.models.folder import ModelFolder
+from tandem.models.images import tower_bytes
 from tandem.models.shape import num_parameters
 
 
@@ -44,6 +49,19 @@ class Need:
     option: str  # option that sets the size of the KV pool, and its value, for messages
     pool_bytes: int
     weights_bytes: int
+    tower_bytes: int = 0  # of the vision tower; 0: the worker takes no images
+    draft_bytes: int = 0  # of the draft model with its pool, beside the rest; 0: there is none
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of a worker without a draft model."""
+        return self.pool_bytes + self.weights_bytes + self.tower_bytes
+
+    def bytes_of(self, num_workers: int, *, num_drafts: int, num_encode: int = 0) -> int:
+        """Returns the bytes of `num_workers` workers, of which `num_drafts` load the draft model,
+        and of `num_encode` encode workers."""
+        of_others = num_drafts * self.draft_bytes + num_encode * self.tower_bytes
+        return num_workers * self.num_bytes + of_others
 
 
 def read_memory(
@@ -80,12 +98,35 @@ def _cgroup_memory(folder: Path) -> Memory | None:
 
 
 def worker_need(
-    config: EngineOptions, model: ModelFolder | None, *, dtype: str = "", kernels: str = ""
+    config: EngineOptions,
+    model: ModelFolder | None,
+    *,
+    dtype: str = "",
+    kernels: str = "",
+    draft: ModelFolder | None = None,
 ) -> Need:
     """Returns the memory that one worker needs with these settings.
 
     `dtype` and `kernels` are the engine's choices. If they are empty, the choices of an engine on
-    this machine's CPU are assumed. `model` is None while the model is unknown."""
+    this machine's CPU are assumed. `model` is None while the model is unknown. `draft` is the draft
+    model, if there is one."""
+    if model is not None and draft is not None:
+        need = worker_need(config, model, dtype=dtype, kernels=kernels)
+        num_blocks = _divided(config, model, dtype).most_blocks
+        of_draft = worker_need(replace(draft_options(config), num_blocks=num_blocks), draft)
+        return replace(need, draft_bytes=of_draft.pool_bytes + of_draft.weights_bytes)
+    need = _text_need(config, model, dtype=dtype, kernels=kernels)
+    takes_images = config.tensor_parallel == 1 and (kernels or config.kernels) != "triton"
+    if model is None or not takes_images:
+        return need
+    return replace(need, tower_bytes=tower_bytes(model))
+
+
+def _text_need(
+    config: EngineOptions, model: ModelFolder | None, *, dtype: str, kernels: str
+) -> Need:
+    """Returns the memory of a worker that computes no images. The arguments are those of
+    `worker_need`."""
     dtype = dtype or compute_dtype(config, has_bfloat16=cpu_has_bfloat16())
     option = pool_option(config)
     if config.num_blocks is None:
@@ -93,7 +134,7 @@ def worker_need(
     else:
         pool_bytes = 0
         if model is not None:
-            pool_bytes = _divided_bytes(config, model, dtype)
+            pool_bytes = _divided(config, model, dtype).pool_bytes
     if model is not None and config.state_dtype != "float32":
         pool_bytes += _layout(config, model, dtype).working_bytes(config.max_num_seqs)
     if config.kv_host_bytes:
@@ -104,7 +145,7 @@ def worker_need(
     is_stored = not (model.is_gguf or model.config.quantization or model.config.is_mxfp4)
     num_weights = model.num_weights if is_stored or model.is_gguf else num_parameters(model.config)
     shape = model.config
-    if shape.implementation == "transformers":
+    if shape.implementation != "tandem":
         kernels = "torch"
     kernels = kernels or config.kernels
     if keeps_quantized(config, model, kernels):
@@ -123,13 +164,12 @@ def worker_need(
     return Need(option, pool_bytes, packed_bytes + num_converted * DTYPE_BYTES[dtype])
 
 
-def _divided_bytes(config: EngineOptions, model: ModelFolder, dtype: str) -> int:
-    """Returns the bytes of the pools if `config.num_blocks` gives their size. With states, the
-    slots of states add to the blocks."""
-
+def _divided(config: EngineOptions, model: ModelFolder, dtype: str) -> KvLayout:
+    """Returns the layout of the pools. With states, the slots of states add to the blocks."""
+    dtype = dtype or compute_dtype(config, has_bfloat16=cpu_has_bfloat16())
     layout = partial(_layout, config, model, dtype)
     step_tokens = config.max_tokens_per_step or STEP_TOKENS
-    return divide_pool(layout, config, step_tokens=step_tokens).pool_bytes
+    return divide_pool(layout, config, step_tokens=step_tokens)
 
 
 def _layout(config: EngineOptions, model: ModelFolder, dtype: str, *num_blocks: int) -> KvLayout:
@@ -189,16 +229,29 @@ def _quantized_bytes(model: ModelFolder, kernels: str, dtype: str) -> int:
     return int(stored_bytes * growth)
 
 
-def why_too_much(need: Need, num_workers: int, memory: Memory) -> str:
-    """Returns one line with the needed and the free memory and a remedy; "" if the need fits."""
-    needed_bytes = num_workers * (need.pool_bytes + need.weights_bytes)
+def why_too_much(
+    need: Need, num_workers: int, memory: Memory, num_encode: int = 0, *, num_drafts: int = 1
+) -> str:
+    """Returns one line with the needed and the free memory and a remedy; "" if the need fits.
+    `num_drafts` of the workers load the draft model, if there is one. Beside the workers,
+    `num_encode` encode workers start, which need a vision tower each."""
+    encode_bytes = num_encode * need.tower_bytes
+    draft_bytes = num_drafts * need.draft_bytes
+    needed_bytes = need.bytes_of(num_workers, num_drafts=num_drafts, num_encode=num_encode)
     if needed_bytes <= memory.free_bytes:
         return ""
     parts = f"{_gb(need.pool_bytes)} pool"
     if need.weights_bytes:
         parts += f" + {_gb(need.weights_bytes)} weights"
+    if need.tower_bytes:
+        parts += f" + {_gb(need.tower_bytes)} vision tower"
     who = "a worker needs" if num_workers == 1 else f"{num_workers} workers need"
     product = parts if num_workers == 1 else f"{num_workers} x ({parts})"
+    if draft_bytes:
+        many = "the draft model" if num_drafts == 1 else f"{num_drafts} draft models"
+        product += f" + {_gb(draft_bytes)} for {many}"
+    if encode_bytes:
+        product += f" + {_gb(encode_bytes)} for {num_encode} encode workers"
     fewer = "" if num_workers == 1 else " or start fewer workers"
     return (
         f"{need.option}: {who} {product} = {_gb(needed_bytes)}; {memory.place} has "

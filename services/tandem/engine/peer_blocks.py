@@ -26,9 +26,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tandem.common.kv_tiers import PEER_SHARE_MAX
 from tandem.common.perf_model.soonest import load_seconds
 from tandem.engine.cache.block_table import BlockTables, check_own, check_trusted
-from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.cache.kv_cache import BlockDemand, KvCache
 from tandem.engine.report import PendingReport
 from tandem.engine.tiers.jobs import Load
 from tandem.engine.tiers.tiers import Tiers
@@ -38,9 +39,6 @@ from tandem.errors import InternalError
 # Used as the parent hash of a chain's first block. A peer does not send the real parent hash, and
 # none is needed.
 _ROOT_UNKNOWN = b""
-# Blocks that were loaded for peers take at most this part of the pool, until the peers have them.
-# The blocks of a load that was given up count as long as the load may write to them.
-_SHARE_MAX = 0.5
 # A load for a peer is given up after this multiple of the time that the peer allows for it, but not
 # before `_PATIENCE_MIN_S` seconds. The first block of a load may take much longer than the others.
 _PATIENCE = 2.0
@@ -213,8 +211,9 @@ class PeerBlocks:
                 self._tiers.decline()
             return depth
         num_loaded = sum(chain.num_loaded_blocks for chain in self._chains.values())
+        # The blocks of a load that was given up count as long as the load may write to them.
         num_taken = num_loaded + self._tiers.num_fenced
-        share = int(_SHARE_MAX * self._kv.pools[0].num_blocks) - num_taken
+        share = int(PEER_SHARE_MAX * self._kv.pools[0].num_blocks) - num_taken
         most = min(in_time[0], depth + share)
         end = self._kv.room_for_load(hashes, depth, most, self._spare())
         if self._kv.has_windows and end < len(hashes):
@@ -264,14 +263,15 @@ class PeerBlocks:
         loaded: int = 0,
     ) -> PeerChain:
         num_tokens = len(block_hashes) * self._kv.layout.block_size
-        tables = self._kv.reserve(
-            block_hashes,
-            depth,
+        demand = BlockDemand(
             num_tokens=num_tokens,
             resume=num_tokens,
+            block_hashes=block_hashes,
+            depth=depth,
             loaded=loaded,
             is_chain=True,
         )
+        tables = self._kv.reserve(demand)
         assert tables is not None, "its blocks were counted"
         chain = PeerChain(tables, block_hashes, depth, is_imported, max(0, loaded - depth))
         self._chains[sequence_id] = chain

@@ -46,6 +46,10 @@ class Runner(AdapterRunner, Protocol):
 
     kv: torch.Tensor  # all pools of rank 0, one after the other; set by `allocate`
 
+    @property
+    def draft(self) -> "Runner | None":
+        """The runner of the draft model; None if there is none."""
+
     def layout(self, *num_blocks: int) -> KvLayout:
         """Returns the layout of whole blocks, with all heads, for these numbers of blocks, one
         number per KV group. Without numbers, each pool has one block."""

@@ -56,13 +56,14 @@ from tandem.common.block_hash import block_hash, hash_blocks
 from tandem.common.cached_tokens import NONE_CACHED, CachedTokens
 from tandem.common.config.engine import FORCED_MAX
 from tandem.common.prompt_image import PromptImage, image_marks
+from tandem.common.speculation import TOKENS_MAX
 from tandem.engine.cache.block_copy import NO_PART, BlockCopy, BlockPart
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.cache.checkpoints import Checkpoints
-from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.cache.kv_cache import BlockDemand, KvCache
 from tandem.engine.cache.layout.kv_groups import INNER_CHUNK
 from tandem.engine.logit_edits import LogitEdits
-from tandem.engine.speculation.drafter import NOTHING, Drafter, Proposal
+from tandem.engine.speculation.drafter import NOTHING, Proposal, Proposer
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
 from tandem.models.grammars.masks import GrammarMatcher
 
@@ -204,7 +205,7 @@ class Sequence:
     pull_lag_s: float = 0.0
     # Embeddings of the prompt's images that are still to be computed here, by the image's digest.
     image_rows: dict[bytes, torch.Tensor] = field(default_factory=dict)
-    drafter: Drafter | None = None  # proposes next tokens; None: the sequence does not speculate
+    drafter: Proposer | None = None  # proposes next tokens; None: the sequence does not speculate
     edits: LogitEdits | None = None  # edits of the next token's logits; None: no edits
     # Log probabilities of the prompt's tokens that were computed and not yet reported.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -442,17 +443,24 @@ class Sequence:
         )
         return self.spec.kv_budget is None and not self.needs_mask_first and not freezes
 
+    @property
+    def num_drafts_max(self) -> int:
+        """Largest number of proposed tokens of the next step."""
+        if self.checkpoints is None:
+            return TOKENS_MAX
+        # A step ends where states are frozen. It has no whole inner chunk, which kernels would
+        # compute with other bits than single tokens. Neither has a step that computes accepted
+        # tokens again, and with them tokens that a grammar forces.
+        most = min(self.next_checkpoint - self.num_tokens, INNER_CHUNK - 2 - FORCED_MAX)
+        return max(0, most)
+
     def propose(self) -> Proposal:
         """Returns proposed next tokens, which the grammar allows. They may be none."""
         if self.drafter is None:
             return NOTHING
         proposal = self.drafter.propose(self.token_ids)
         if self.checkpoints is not None:
-            # A step ends where states are frozen. It has no whole inner chunk, which kernels would
-            # compute with other bits than single tokens. Neither has a step that computes accepted
-            # tokens again, and with them tokens that a grammar forces.
-            most = min(self.next_checkpoint - self.num_tokens, INNER_CHUNK - 2 - FORCED_MAX)
-            proposal = proposal.first(max(0, most))
+            proposal = proposal.first(self.num_drafts_max)
         if self.grammar is not None and proposal.token_ids:
             return proposal.first(self.grammar.count_allowed(proposal.token_ids))
         return proposal
@@ -582,6 +590,21 @@ class Sequence:
             num_cached_blocks, num_computed, resume, part.sources, fork is not None, checkpoint
         )
 
+    def demand(self, start: SequenceStart, *, loaded: int = 0) -> BlockDemand:
+        """Returns what the sequence needs from the KV pools to start as `start` says, if tiers load
+        the first `loaded` blocks; 0: no load."""
+        return BlockDemand(
+            num_tokens=self.num_tokens,
+            resume=start.resume,
+            block_hashes=self.reusable_hashes,
+            depth=start.num_cached_blocks,
+            sources=start.sources,
+            taken=start.taken,
+            checkpoint=start.checkpoint,
+            budget=self.spec.kv_budget,
+            loaded=loaded,
+        )
+
     def _transferred_checkpoint(self, first_wanted_block: int) -> int:
         """Returns the number of blocks after which frozen states are transferred to a consumer that
         wants the blocks from `first_wanted_block` on; 0: none are. Producer and consumer compute
@@ -690,7 +713,12 @@ class Sequence:
             )
             self.num_stored_blocks = num_full_blocks
         if kv.is_windowed(self.tables):
-            kv.free_out_of_window(self.tables, self.earliest_next_token)
+            sends_states = self.mode is Mode.PREFILL_ONLY and self.tables.checkpoint > 0
+            kv.free_out_of_window(
+                self.tables,
+                self.earliest_next_token,
+                num_reserved=self.num_tokens if sends_states else 0,
+            )
 
     @property
     def is_at_checkpoint(self) -> bool:

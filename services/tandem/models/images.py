@@ -25,12 +25,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
-from math import ceil
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.common.printable import shorten
 from tandem.common.prompt_image import DIGEST_BYTES, PromptImage
 from tandem.errors import BadRequest
+from tandem.models.checkpoint.headers import read_header
 from tandem.models.files import read_json, read_json_if_any
 from tandem.models.folder import ModelFolder
 
@@ -164,6 +165,21 @@ def read_rules(folder: ModelFolder) -> ImageRules | str:
         run_length=(num_patches // factor) ** 2,
         token_id=token_id,
     )
+
+
+def is_of_tower(name: str) -> bool:
+    """Returns whether a tensor of a checkpoint belongs to its vision tower, or to the connector of
+    the tower to the text part."""
+    return name.removeprefix("model.").startswith(("vision_model.", "connector."))
+
+
+def tower_bytes(folder: ModelFolder) -> int:
+    """Returns the memory of a model's vision tower, in fp32; 0 if the model takes no images."""
+    if isinstance(read_rules(folder), str):
+        return 0
+    tensors = [read_header(file).tensors for file in folder.weight_files]
+    sizes = (prod(t.shape) for file in tensors for name, t in file.items() if is_of_tower(name))
+    return 4 * sum(sizes)
 
 
 def _longest_edge(sizes: object, default: int) -> object:

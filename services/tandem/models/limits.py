@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 _LATENT_MULTIPLE = 16
 
 
+# How a model is computed that no decoder of Tandem's computes.
+_HOW = {"transformers": "computed through transformers", "encoder": "an encoder"}
+
+
 def check_settings(options: EngineOptions, model: ModelConfig) -> None:
     """Raises ConfigError naming the first setting that the model does not support."""
     max_context(options, model)
-    if model.implementation == "transformers" and (why := _why_not_transformers(options)):
+    if model.implementation != "tandem" and (why := _why_not_other(options, model)):
         raise ConfigError(
-            f"{model.architecture} is computed through transformers, which does not support these "
+            f"{model.architecture} is {_HOW[model.implementation]}, which does not support these "
             f"settings: {why}"
         )
     if options.kv_dtype != "auto" and (why := why_not_kv_dtype(model, options.kv_dtype)):
@@ -50,6 +54,8 @@ def why_no_speculation(options: EngineOptions, model: ModelConfig) -> str:
         return f"state-dtype is {options.state_dtype}; it must be float32"
     if model.shared_kv is not None:
         return "the model has compressed attention, whose KV cannot drop a rejected token"
+    if model.encoder is not None:
+        return "the model is an encoder"
     return ""
 
 
@@ -63,8 +69,12 @@ def _why_not_expert_parallel(model: ModelConfig, options: EngineOptions) -> str:
     return ""
 
 
-def _why_not_transformers(options: EngineOptions) -> str:
-    """Returns why the transformers library cannot compute a model with these options, or ""."""
+def _why_not_other(options: EngineOptions, model: ModelConfig) -> str:
+    """Returns why other code than Tandem's decoders cannot compute a model with these options, or
+    ""."""
+    quantizes = options.kv_dtype != "auto" and is_quantized(options.kv_dtype)
+    if model.encoder is not None and quantizes:
+        return f"the KV dtype {options.kv_dtype} is not supported; remove kv-dtype"
     if options.tensor_parallel > 1:
         return f"tensor-parallel is {options.tensor_parallel}; it must be 1"
     if options.lora:

@@ -6,6 +6,7 @@ folder, or GGUF files.
 """
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from tandem.common.config.groups import ModelImpl
 from tandem.common.dtypes import DTYPE_BYTES
 from tandem.errors import ConfigError
 from tandem.models.checkpoint.headers import read_header
+from tandem.models.config.encoder import Encoder, read_pooling
 from tandem.models.config.implementation import read_model_config
 from tandem.models.config.model import Implementation, ModelConfig
 from tandem.models.config.text_part import names_in_model
@@ -147,6 +149,8 @@ def read_folder(
             read_json_if_any(path / "generation_config.json"),
             "tandem" if gguf_file is not None else model_impl,
         )
+    if config.encoder is not None and config.score_head is None:
+        config = replace(config, encoder=_with_pooling(config.encoder, path))
     if gguf_file is not None:
         num_weights = _num_weights(path, conversion)
     elif config.is_text_part:
@@ -171,6 +175,15 @@ def read_folder(
         weight_files=weight_files,
         num_weights=num_weights,
     )
+
+
+def _with_pooling(encoder: Encoder, path: Path) -> Encoder:
+    """Returns an encoder with the pooling that the files of sentence-transformers name."""
+    modules = path / "modules.json"
+    with naming(path):
+        listed = json.loads(modules.read_bytes()) if modules.is_file() else None
+        pooling = read_pooling(read_json_if_any(path / "1_Pooling" / "config.json"), listed)
+    return replace(encoder, pooling=pooling)
 
 
 def _text_part_of(config: ModelConfig, files: Sequence[Path]) -> tuple[ModelConfig, int]:

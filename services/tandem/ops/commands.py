@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
-from tandem.common.options import TIME, one_line
+from tandem.common.options import TIME, by_comma, one_line
 from tandem.common.printable import printable
 from tandem.common.process.garbage import without_collection
 from tandem.errors import TandemError
@@ -67,6 +67,10 @@ _Worker = Annotated[
 ]
 
 
+def _parse_models(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
     """The limits of an API key that are given on the command line."""
@@ -87,8 +91,17 @@ class KeyLimits:
     weight: int | None = None
     """Share of the tenant, relative to other tenants, when requests queue: 1 to 10000. Default:
     100."""
+    earliest_priority: int | None = None
+    """Earliest (lowest) `priority` of the key's requests; lower values are raised to it. Default:
+    no limit."""
+    may_shed: bool | None = None
+    """All requests of the key have their turns last while workers are busy, and are refused
+    first."""
+    models: Annotated[tuple[str, ...] | None, by_comma("NAME,...", _parse_models)] = None
+    """Models and LoRA adapters that the key may use, such as smollm2,my-adapter. Default: all. An
+    empty text: all again."""
 
-    def given(self) -> dict[str, int]:
+    def given(self) -> dict[str, Any]:
         """Returns a dict with the limits that were given: name -> value."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
@@ -474,11 +487,12 @@ def pull(
 
 def up(*arguments: str) -> int:
     from tandem.cluster.launch.options import LaunchOptions
+    from tandem.common.config.more_models import with_all_models
     from tandem.common.option_sources import read_from_sources
 
     if arguments and not arguments[0].startswith("-"):
         arguments = ("--model", *arguments)
-    options = read_from_sources(LaunchOptions, "tandem up", arguments).settings
+    options = read_from_sources(LaunchOptions, "tandem up", with_all_models(arguments)).settings
     with without_collection():
         from tandem.cluster.launch.launcher import up as launch
 

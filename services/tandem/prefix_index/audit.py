@@ -76,6 +76,9 @@ class TreeStats:
     num_swept: int
     num_bytes: int
     workers: dict[str, TreeWorker]
+    # Ids of the last entries of the shards' logs. They change with each change of the tree, except
+    # changes by processes that may not write the log.
+    position: tuple[bytes, ...] = ()
 
 
 class TreeInspector:
@@ -119,18 +122,20 @@ class TreeInspector:
     async def stats(self) -> TreeStats:
         num_entries = num_swept = num_bytes = shard = 0
         workers: dict[str, TreeWorker] = {}
+        position = []
         more = 1
         while more:
             bucket = random.randrange(NUM_BUCKETS)
             reply = await self._stats(self._redis, [self._index.key(shard)], bucket)
-            more, entries, swept, size = reply[:4]
+            more, entries, swept, size, log = reply[:5]
+            position.append(log)
             num_entries = num_entries + entries
             num_swept = num_swept + swept
             num_bytes += size
-            for i in range(4, len(reply), 3):
+            for i in range(5, len(reply), 3):
                 workers[reply[i].decode(errors="replace")] = TreeWorker(reply[i + 1], reply[i + 2])
             shard += 1
-        return TreeStats(num_entries, num_swept, num_bytes, workers)
+        return TreeStats(num_entries, num_swept, num_bytes, workers, tuple(position))
 
     async def _compare(
         self, worker_id: str, held: Held, first: int, end: int, entries: int

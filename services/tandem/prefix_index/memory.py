@@ -56,6 +56,8 @@ class MemoryIndex:
         sequence_number: int,
         stored: Sequence[bytes],
         removed: Sequence[bytes],
+        *,
+        complete: bool = False,
     ) -> bool:
         log = self._logs.get(worker_id)
         if log is None or log.epoch != epoch or log.next_sequence_number != sequence_number:

@@ -35,13 +35,16 @@ class PrefixIndex(Protocol):
         sequence_number: int,
         stored: Sequence[bytes],
         removed: Sequence[bytes],
+        *,
+        complete: bool = False,
     ) -> bool:
         """Applies one batch of a worker's log: adds the worker to the `stored` blocks, then removes
         the worker from the `removed` blocks.
 
         In `stored`, parents precede children. In `removed`, children precede parents. Returns
         False, and changes nothing, if the sequence number is not the next one, or if `epoch` is not
-        the epoch of the worker's log.
+        the epoch of the worker's log. `complete` is True if with this batch the log has all blocks
+        that the worker holds. Replicas use the worker's previous log until then.
         """
 
     async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:

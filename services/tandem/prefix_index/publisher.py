@@ -32,6 +32,7 @@ from itertools import islice
 
 from tandem.common.backoff import Backoff, doubling_at_random
 from tandem.common.process.cancellation import cancel
+from tandem.common.process.ticks import until_tick_s
 from tandem.errors import TandemError
 from tandem.net.store.client import UNREACHABLE
 from tandem.prefix_index.protocol import PrefixIndex
@@ -52,6 +53,9 @@ class PublisherConfig:
     # Number of entries of the tree that this publisher sweeps every `heartbeat_s`. Redis is busy
     # with a sweep for about 1 ms.
     sweep_entries: int = 2048
+    # Interval of sweeps while the tree has nothing to sweep and this publisher publishes no change.
+    # Each sweep also drops the workers that have published nothing for a minute.
+    sweep_idle_s: float = 10.0
 
 
 class Publisher:
@@ -91,7 +95,10 @@ class Publisher:
         self._to_remove: dict[bytes, None] = {}
         self._num_in_flight = 0
         self.num_published = 0  # total number of changes that the tree accepted
-        self._sweep_at = 0.0  # time of the next sweep, in seconds of `time.monotonic`
+        self._has_changed = False  # True: the last batch was not empty
+        # times of the last and of the next sweep's begin, in seconds of `time.monotonic`
+        self._began_at = 0.0
+        self._sweep_at = 0.0
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -225,20 +232,31 @@ class Publisher:
         self._num_in_flight = len(stored) + len(removed)
         async with asyncio.timeout(self._config.deadline_s):
             applied = await self._index.publish(
-                self._worker_id, self.epoch, self._next_number, stored, removed
+                self._worker_id,
+                self.epoch,
+                self._next_number,
+                stored,
+                removed,
+                complete=not self._to_store and not self._to_remove,
             )
         if applied:
             self._next_number += 1
+            self._has_changed = self._num_in_flight > 0
             self.num_published += self._num_in_flight
             self._num_in_flight = 0
         return applied
 
     async def _sweep_when_due(self) -> None:
+        config = self._config
         now = time.monotonic()
+        if self._has_changed:
+            self._sweep_at = min(self._sweep_at, self._began_at + config.heartbeat_s)
         if now >= self._sweep_at:
-            self._sweep_at = now + self._config.heartbeat_s
-            async with asyncio.timeout(self._config.deadline_s):
-                await self._index.sweep(self._config.sweep_entries)
+            self._began_at = now
+            self._sweep_at = now + config.heartbeat_s  # also of the next try after a failure
+            async with asyncio.timeout(config.deadline_s):
+                is_left = await self._index.sweep(config.sweep_entries)
+            self._sweep_at = now + (config.heartbeat_s if is_left else config.sweep_idle_s)
 
     async def _pause(self, failures: int) -> None:
         config = self._config
@@ -247,11 +265,12 @@ class Publisher:
         elif self.lag >= config.batch_blocks:
             await asyncio.sleep(0)
         else:
-            await asyncio.sleep(config.interval_s)
+            if self._has_changed:
+                await asyncio.sleep(config.interval_s)
             self._changed.clear()
             if not self.lag:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(config.heartbeat_s):
+                    async with asyncio.timeout(until_tick_s(config.heartbeat_s)):
                         await self._changed.wait()
 
 

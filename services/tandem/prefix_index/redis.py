@@ -17,6 +17,8 @@ Cluster:
         entries     number of blocks in the buckets
         swept       number of masks in which sweeps have cleared bits so far
         next        1 if a worker found this shard full, so that the next shard exists
+        log         id of the last entry of the shard's log, or "lost" (lua/append.lua)
+        origin      id of the first entry that was ever in the shard's log
         slot:ID     slot of the worker with this id
       and for each slot N in use:
         worker:N    id of the slot's worker
@@ -24,9 +26,17 @@ Cluster:
         seq:N       next sequence number of the worker's log
         seen:N      time of the worker's last publication, in seconds of Redis's clock
         blocks:N    number of blocks that the worker holds
+        logged:N    epoch of a log whose changes are all in the shard's log
+        complete:N  epoch of a log in which the worker has published all its blocks
     {tandem:CLUSTER:SHARD}:prefix:b:XX     HASH, the bucket of the hashes that begin with bytes XX:
         bytes 2 to 9 of the block hash -> mask. If a shard has at most 30 million blocks, buckets
         are small enough for Redis's compact encoding (listpack).
+
+    {tandem:CLUSTER:SHARD}:prefix:log      STREAM, the shard's log: the latest changes, which the
+        replicas of the routers follow (replica.py)
+
+Fields of dropped slots may remain if a process of an older version has dropped them. So fields that
+were added later have the epoch as their value.
 
 The server must not evict keys (`maxmemory-policy noeviction`), because a lost bucket would leave
 blocks in the tree without their parents, and `match` relies on the parents. Clients find shards by
@@ -45,7 +55,7 @@ from tandem.net.store.client import Client, warm
 from tandem.net.store.script import Script
 
 _LUA = Path(__file__).parent / "lua"
-_SHARDS_MAX = 64
+SHARDS_MAX = 64
 SILENT_S = 60
 # Maximum number of simultaneous look-ups of this process. Each look-up needs a connection. Redis
 # runs one call at a time, so more connections would not help.
@@ -64,9 +74,9 @@ class RedisIndex:
         self._shard_of: dict[str, int] = {}  # worker id -> shard that has the worker's log
         self._turns = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
         self._match = lua_script("match")
-        self._publish = lua_script("publish")
-        self._reset = lua_script("drop", "reset")
-        self._sweep = lua_script("drop", "sweep")
+        self._publish = lua_script("append", "publish")
+        self._reset = lua_script("append", "drop", "reset")
+        self._sweep = lua_script("append", "drop", "sweep")
 
     async def open(self) -> None:
         """Opens connections, loads the script for look-ups and finds all shards.
@@ -87,9 +97,9 @@ class RedisIndex:
         self._shard_of.pop(worker_id, None)
         shard, more, placed_in = 0, 1, None
         while more:
-            if shard == _SHARDS_MAX:
+            if shard == SHARDS_MAX:
                 raise ConfigError(
-                    f"the prefix tree has no room for worker {worker_id}: all {_SHARDS_MAX} shards "
+                    f"the prefix tree has no room for worker {worker_id}: all {SHARDS_MAX} shards "
                     "are full; run fewer workers in this cluster"
                 )
             wanted = epoch if placed_in is None else ""
@@ -108,6 +118,8 @@ class RedisIndex:
         sequence_number: int,
         stored: Sequence[bytes],
         removed: Sequence[bytes],
+        *,
+        complete: bool = False,
     ) -> bool:
         if worker_id not in self._shard_of:
             found = await self.find(worker_id)
@@ -116,7 +128,7 @@ class RedisIndex:
             self._shard_of[worker_id] = found[0]
         keys = [self.key(self._shard_of[worker_id])]
         args = (worker_id, epoch, sequence_number, b"".join(stored), b"".join(removed))
-        applied = bool(await self._publish(self._redis, keys, *args))
+        applied = bool(await self._publish(self._redis, keys, *args, int(complete)))
         if not applied:
             del self._shard_of[worker_id]
         return applied
@@ -135,7 +147,7 @@ class RedisIndex:
     async def forget(self, worker_id: str) -> None:
         self._shard_of.pop(worker_id, None)
         shard, more = 0, 1
-        while more and shard < _SHARDS_MAX:
+        while more and shard < SHARDS_MAX:
             _, more = await self._reset(
                 self._redis, [self.key(shard)], worker_id, "", self._silent_s
             )
@@ -155,7 +167,7 @@ class RedisIndex:
         return any(left for left, _ in replies)
 
     def key(self, shard: int) -> str:
-        return f"{{tandem:{self._cluster_id}:{shard}}}:prefix"
+        return shard_key(self._cluster_id, shard)
 
     def _keys(self) -> list[str]:
         return [self.key(shard) for shard in range(self._num_shards)]
@@ -163,12 +175,12 @@ class RedisIndex:
     def _learn(self, more: int) -> None:
         """Adds the next shard to the known shards if `more` is 1. `more` is the field `next` in the
         reply of the last known shard."""
-        if more and self._num_shards < _SHARDS_MAX:
+        if more and self._num_shards < SHARDS_MAX:
             self._num_shards += 1
 
     async def find(self, worker_id: str) -> tuple[int, int] | None:
         """Returns the (shard, slot) of the worker, or None if the tree does not know the worker."""
-        for shard in range(_SHARDS_MAX):
+        for shard in range(SHARDS_MAX):
             slot, more = await self._hmget(shard, f"slot:{worker_id}", "next")
             if slot is not None:
                 return shard, int(slot)
@@ -178,6 +190,11 @@ class RedisIndex:
 
     async def _hmget(self, shard: int, *fields: str) -> list[Any]:
         return list(await self._redis.hmget(self.key(shard), list(fields)))
+
+
+def shard_key(cluster_id: str, shard: int) -> str:
+    """Returns the key of a shard's state."""
+    return f"{{tandem:{cluster_id}:{shard}}}:prefix"
 
 
 def lua_script(*names: str) -> Script:

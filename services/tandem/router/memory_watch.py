@@ -1,6 +1,7 @@
 """Ends a process before its memory use harms others on its machine.
 
-Every 0.1 seconds, a thread compares the growth of the resident memory with two limits:
+Every 0.1 seconds while the memory grows, and every 0.5 seconds while it does not, a thread compares
+the growth of the resident memory with two limits:
     Growth                      Action
     above `growth_bytes_max`    `give_way` is called, which drains and then ends the process
     above the hard limit        the process ends at once
@@ -20,11 +21,13 @@ import os
 import resource
 import threading
 from collections.abc import Callable
-from pathlib import Path
+
+from tandem.common.process.ticks import until_tick_s
 
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.1
+_IDLE_INTERVAL_S = 0.5
 # The hard limit is at least this many bytes above `growth_bytes_max`, because the memory still
 # grows during the drain: clients that fill the memory are not disconnected at once.
 _ABOVE_BYTES_MIN = 256 << 20
@@ -70,9 +73,10 @@ class MemoryWatch:
     def _run(self) -> None:
         pause = threading.Event()
         gives_way = False
+        resident = 0
         while True:
-            pause.wait(_INTERVAL_S)
-            growth = resident_bytes() - self._base_bytes
+            before, resident = resident, resident_bytes()
+            growth = resident - self._base_bytes
             if growth > self._hard_bytes:
                 log.error(
                     "this process ends now: its memory grew by %d MiB, which is over the "
@@ -89,6 +93,8 @@ class MemoryWatch:
                     f"allows {self._growth_bytes_max >> 20} MiB: the process drains and ends, so "
                     "that it is started again"
                 )
+            is_growing = resident > before
+            pause.wait(_INTERVAL_S if is_growing else until_tick_s(_IDLE_INTERVAL_S))
 
 
 def resident_bytes() -> int:
@@ -97,4 +103,8 @@ def resident_bytes() -> int:
 
 
 def _statm() -> list[int]:
-    return [int(number) for number in Path("/proc/self/statm").read_text().split()]
+    file = os.open("/proc/self/statm", os.O_RDONLY)  # several times as fast as a text file
+    try:
+        return [int(number) for number in os.read(file, 256).split()]
+    finally:
+        os.close(file)

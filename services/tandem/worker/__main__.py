@@ -8,6 +8,8 @@ from tandem.common.process.garbage import without_collection
 
 if TYPE_CHECKING:
     from tandem.common.config.worker import WorkerConfig
+    from tandem.worker.encode.worker import EncodeWorker
+    from tandem.worker.lifecycle.worker import Worker
 
 # The worker exits at most this many seconds after the deadline of its drain. Kubernetes kills the
 # worker 15 s after that deadline (with the Helm chart), so this time is shorter.
@@ -21,10 +23,12 @@ def main(engine_module: str | None = None) -> None:
     import asyncio
     import logging
     import uuid
+    from dataclasses import replace
 
     from tandem.common.config.cluster import ClusterConfig
     from tandem.common.config.worker import WorkerConfig, WorkerOptions
     from tandem.common.options import extended, read
+    from tandem.common.speculation import without_draft
     from tandem.errors import ConfigError, Incompatible, TandemError
     from tandem.net.observability.logs import configure_logging
     from tandem.worker.engine_process.program import ENGINE_MODULE
@@ -35,28 +39,49 @@ def main(engine_module: str | None = None) -> None:
         configure_logging(f"{worker_id}/io")
         cluster = ClusterConfig.from_environment()
         config = extended(options, WorkerConfig, cluster=cluster, worker_id=worker_id)
-        asyncio.run(_run(config, engine_module or ENGINE_MODULE))
+        if config.role == "prefill":
+            # A prefill worker generates few tokens, also if it decodes. There, and if an operator
+            # moves it to the decode pool, it proposes text that repeats.
+            setting = without_draft(config.engine.speculative_config)
+            config = replace(config, engine=replace(config.engine, speculative_config=setting))
+        if config.role == "encode":
+            asyncio.run(_encode(config))
+        else:
+            asyncio.run(_run(config, engine_module or ENGINE_MODULE))
     except TandemError as error:
         logging.getLogger("tandem.worker").error("%s", error.message)
         raise SystemExit(2 if isinstance(error, ConfigError | Incompatible) else 1) from None
 
 
 async def _run(config: "WorkerConfig", engine_module: str) -> None:
-    import asyncio
-    import faulthandler
-
     from tandem.worker.engine_process.program import start_program
 
     # The engine process and this process import their modules at the same time.
     engine = await start_program(engine_module)
     # Import late, so that --help and wrong settings are answered quickly.
     with without_collection():
-        from tandem.errors import ConfigError, Incompatible, TandemError
-        from tandem.worker.lifecycle.loading import tell_failed
         from tandem.worker.lifecycle.servicer import Servicer
         from tandem.worker.lifecycle.worker import Worker
 
-    worker = Worker(config, Servicer, engine)
+    await _serve(Worker(config, Servicer, engine))
+
+
+async def _encode(config: "WorkerConfig") -> None:
+    with without_collection():
+        from tandem.worker.encode.servicer import EncodeServicer
+        from tandem.worker.encode.worker import EncodeWorker
+
+    await _serve(EncodeWorker(config, EncodeServicer))
+
+
+async def _serve(worker: "Worker | EncodeWorker") -> None:
+    import asyncio
+    import faulthandler
+
+    from tandem.errors import ConfigError, Incompatible, TandemError
+    from tandem.worker.lifecycle.loading import tell_failed
+
+    config = worker.config
 
     def stop() -> None:
         worker.stop(config.drain_deadline_s)

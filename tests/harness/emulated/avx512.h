@@ -64,6 +64,10 @@ inline float dot(float sum, uint32_t a, uint32_t b) {
     return multiply_add(wide(a & 0xffff), wide(b & 0xffff), upper);
 }
 
+inline __m512 fused(const __m512& a, const __m512& b, const __m512& c) {
+    return as<__m512>(each<Floats>([&](size_t i) { return std::fma(a[i], b[i], c[i]); }));
+}
+
 inline __m512 dot_pairs(const __m512& sums, const __m512bh& a, const __m512bh& b) {
     const Words x = as<Words>(a), y = as<Words>(b);
     return as<__m512>(each<Floats>([&](size_t i) { return dot(sums[i], x[i], y[i]); }));
@@ -287,6 +291,7 @@ inline __m512i four_times(const __m128i& v) {
 #define _mm512_cvtne2ps_pbh(upper, lower) emulated::narrow_both(upper, lower)
 #define _mm512_mul_ps(a, b) ((a) * (b))
 #define _mm512_max_ps(a, b) emulated::larger(a, b)
+#define _mm512_fmadd_ps(a, b, c) emulated::fused(a, b, c)
 #define _mm512_mask_blend_ps(mask, a, b) emulated::blend(mask, a, b)
 #define _mm512_cmp_ps_mask(a, b, how) emulated::compare(a, b, how)
 #define _mm512_scalef_ps(v, exponents) emulated::scaled_all(v, exponents)

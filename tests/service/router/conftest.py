@@ -75,16 +75,18 @@ def model_folder() -> Path:
 async def running(
     redis_server: EmbeddedRedis, request: pytest.FixtureRequest, model_folder: Path
 ) -> AsyncIterator[RunningRouter]:
-    """A module's `ROUTER` are settings of its own."""
+    """A module's `ROUTER` are settings of its own, and `MAX_MODEL_LEN` is the context of its
+    workers."""
     cluster = ClusterConfig(f"test-{uuid.uuid4().hex[:12]}", redis_server.url, "a-token-for-tests")
     folder = resolve(str(model_folder))
     redis = connect(redis_server.url)
-    workers = [
-        await ScriptedWorker(
+    workers = []
+    for n in range(2):
+        worker = ScriptedWorker(
             redis, cluster, fingerprint=folder.fingerprint, worker_id=f"decode-{n}"
-        ).start()
-        for n in range(2)
-    ]
+        )
+        worker.max_model_len = getattr(request.module, "MAX_MODEL_LEN", worker.max_model_len)
+        workers.append(await worker.start())
     router = Router(
         RouterConfig(
             cluster=cluster,

@@ -73,7 +73,7 @@ async def test_a_bug_in_the_autoscaler_ends_no_router(
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(owned.router.autoscale, "_decide", broken)
+        patch.setattr(owned.router.first.autoscale, "_decide", broken)
         await eventually(lambda: "autoscaling failed" in caplog.text)
     before = owned.router.view.decisions
     await eventually(lambda: owned.router.view.decisions is not before)
@@ -94,7 +94,7 @@ async def test_requests_count_as_demand_once_and_with_their_times(owned: Running
 
 
 async def test_one_of_several_routers_decides_for_the_demand_of_all(owned: RunningRouter) -> None:
-    first = owned.router.autoscale
+    first = owned.router.first.autoscale
     config = replace(owned.router._config, router_id="router-1")
     view = owned.router.view
     meter = type(owned.router._metrics.demand)()

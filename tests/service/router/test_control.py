@@ -17,7 +17,7 @@ from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
 from tandem.net.rpc.tandem.v1.worker_pb2 import SubmitSequence
 from tandem.net.store.control_state import Head
 from tandem.router.scaling import size_owner
-from tests.harness.scripted_worker import Say, saying, update
+from tests.harness.scripted_worker import Say, ScriptedWorker, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
@@ -95,6 +95,42 @@ async def test_the_last_decode_worker_stays(router: RunningRouter, stub: Cluster
 
     assert reply.status_code == 409
     assert "decode-1 is the only decode worker" in reply.json()["error"]["message"]
+
+
+async def test_an_encode_worker_is_shown_and_takes_no_requests(
+    router: RunningRouter, stub: ClusterStub
+) -> None:
+    view = router.router.view
+    assert "encode" not in await pools(router)
+    compatibility = view.compatibility()
+    worker = ScriptedWorker(
+        view.redis,
+        view.cluster,
+        fingerprint=view.model_fingerprint,
+        worker_id="encode-0",
+        role="encode",
+    )
+    worker.max_model_len = 0
+    await worker.start()
+    try:
+        await eventually(lambda: any(w.record.role == "encode" for w in view.known()))
+        assert (await pools(router))["encode"]["ready"] == 1
+        state = (await router.admin.get("/v1/cluster")).json()
+        shown = {each["worker_id"]: each for each in state["workers"]}["encode-0"]
+        assert (shown["pool"], shown["compatible"]) == ("encode", True)
+        assert all(w.role != "encode" for w in view.snapshots())
+        assert (view.compatibility(), view.max_model_len()) == (compatibility, 2048)
+        reply = await router.admin.post(path("encode-0"), json={})
+        assert reply.status_code == 400
+        assert "encode-0 is an encode worker" in reply.json()["error"]["message"]
+        router.script(saying([1, 2, 3]))
+        answer = await router.http.post("/v1/completions", json=BODY)
+        assert answer.status_code == 200, answer.text
+        audited = await router.admin.post("/v1/cluster/index/verify", json={"all": True})
+        assert "encode-0" not in audited.text
+    finally:
+        await worker.stop()
+    await eventually(lambda: all(w.record.role != "encode" for w in view.known()))
 
 
 @pytest.mark.parametrize(

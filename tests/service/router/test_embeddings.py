@@ -134,3 +134,21 @@ async def test_the_model_says_how_it_pools(router: RunningRouter) -> None:
     model = (await router.http.get("/v1/models/tiny")).json()
     told = {"pooling": "last", "normalized": True, "dimensions": size(router)}
     assert model["embedding"] == told
+
+
+@pytest.mark.parametrize(
+    ("sent", "priority"),
+    [({"priority": -3}, -3), ({"nvext": {"agent_hints": {"priority": 5}}}, -5), ({}, 0)],
+)
+async def test_embeddings_have_a_priority(
+    router: RunningRouter, sent: dict[str, Any], priority: int
+) -> None:
+    embeds(router)
+    answer = await router.http.post("/v1/embeddings", json={"input": "x", **sent})
+    assert answer.status_code == 200
+    assert "warning" not in answer.headers
+    record = await router.http.get(f"/v1/requests/{answer.headers['x-request-id']}")
+    assert record.json()["priority"] == priority
+    wrong = {"input": "x", "priority": 2**31}
+    refused = await router.http.post("/v1/embeddings", json=wrong)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")

@@ -20,11 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.api.gateway.ext_proc import CHUNK_BYTES_MAX, SERVICE
 from tandem.common.config.gateway import GatewayOptions
+from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.net.rpc.tandem.v1 import ext_proc_pb2 as pb
 from tandem.net.store.client import connect
 from tandem.net.store.fronts import Fronts
 from tandem.router.admission import capacity
 from tandem.router.placement.hint import HINT_HEADER, read
+from tests.counted_turns import note_counted
 from tests.service.router.conftest import BODY_BYTES_MAX, RunningRouter, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -211,7 +213,7 @@ async def test_a_request_to_an_empty_pool_waits_for_the_autoscaler(
 ) -> None:
     """The gateway has its 503 at once; the autoscaler still has to hear that somebody asks."""
     view = router.router.view
-    num_held = router.router.autoscale._num_held
+    num_held = router.router.first.autoscale._num_held
     assert endpoints(await gateway.pick())
     assert num_held() == 0
     for worker in router.workers:
@@ -391,6 +393,41 @@ async def test_a_pick_counts_until_its_answer_begins(
     answer = await gateway.pick()
     assert endpoints(answer)
     assert all(not worker.submitted for worker in router.workers)  # the front submits it
+
+
+@pytest.mark.parametrize(("status", "num_tokens"), [("200", 40 + 4), ("500", 40)])
+async def test_a_pick_without_a_token_counts_its_prompt_only(
+    gateway: Gateway,
+    router: RunningRouter,
+    monkeypatch: pytest.MonkeyPatch,
+    status: str,
+    num_tokens: int,
+) -> None:
+    """A pick counts the prompt and the tokens that the client allows."""
+    rates = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), DecodeRate(0.0, 1e-3), 100, measured=True)
+    await set_rates(router, rates)
+    counted_s = note_counted(monkeypatch)
+    try:
+        body = json.dumps({"prompt": [7] * 40, "max_tokens": 4}).encode()
+        headers = [pb.HeaderValue(key=":status", raw_value=status.encode())]
+        await gateway.ask(
+            headers_part("/v1/completions", x_session_id="s"),
+            chunk(body, ends=True),
+            pb.ProcessingRequest(
+                response_headers=pb.HttpHeaders(headers=pb.HeaderMap(headers=headers))
+            ),
+        )
+        assert sum(counted_s) == pytest.approx(num_tokens * 1e-3, rel=0.01)
+    finally:
+        await set_rates(router, WorkerRates())
+
+
+async def set_rates(router: RunningRouter, rates: WorkerRates) -> None:
+    for worker in router.workers:
+        worker.rates = rates
+        await worker.write_record()
+    known = router.router.view.known
+    await eventually(lambda: all(w.record.rates == rates for w in known()))
 
 
 async def test_health_has_the_protocols_names(gateway: Gateway, router: RunningRouter) -> None:

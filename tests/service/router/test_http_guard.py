@@ -26,6 +26,8 @@ COMPLETIONS = {
     *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"),
     *("/v1/responses/{response_id}/cancel", "/v1/embeddings", "/invocations"),
+    *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+    *("/v1/classify", "/classify"),
 }
 
 
@@ -116,7 +118,7 @@ async def test_no_route_that_changes_something_is_forgotten(router: RunningRoute
 async def test_the_routers_own_page_and_json_clients_are_taken(owned: RunningRouter) -> None:
     port = owned.router.admin.http_port
     assert "page/main.js" in (await owned.admin.get("/")).text
-    assert 'fetch("v1/cluster/live", ' in (await owned.admin.get("/page/feed.js")).text
+    assert "fetch(`v1/cluster/live" in (await owned.admin.get("/page/feed.js")).text
     assert (await owned.admin.get("/v1/cluster")).status_code == 200
     assert await to_zero(owned, content_type="Application/JSON; charset=utf-8") == 202
     assert await to_zero(owned, content_type=JSON, origin=f"http://127.0.0.1:{port}") == 202

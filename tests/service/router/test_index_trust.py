@@ -13,10 +13,12 @@ from prometheus_client import generate_latest
 from tandem.common.block_hash import hash_blocks
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.client import Client, connect
+from tandem.prefix_index.audit import Differences
 from tandem.prefix_index.publisher import Publisher, PublisherConfig
 from tandem.prefix_index.redis import RedisIndex
 from tandem.router.index.trust import RENEWAL_S
 from tandem.router.placement.reasons import PLACEMENT_HEADER
+from tandem.router.workers.known_worker import KnownWorker
 from tests.harness.scripted_worker import compatibility, saying
 from tests.service.router.conftest import RunningRouter, eventually
 
@@ -33,19 +35,20 @@ async def redis(router: RunningRouter) -> AsyncIterator[Client]:
 @pytest.fixture(autouse=True)
 def calm(router: RunningRouter) -> None:
     """No alarm of an earlier test holds up one of this test."""
-    audit = router.router._audit
+    audit = router.router.first.audit
     audit._trust._alarmed_at.clear()
     audit._trust._watch.keep(())
     audit._tree.looks = 2
     audit._tree.pause_s = 0.05
     audit._rounds_silent.clear()
+    audit._clean.clear()
     audit._metrics.alarms.clear()
     for worker in router.workers:
         worker.block_hashes = None
 
 
 def alarms(router: RunningRouter, worker_id: str, kind: str) -> float:
-    counter = router.router._audit._metrics.alarms
+    counter = router.router.first.audit._metrics.alarms
     return counter.labels(worker=worker_id, kind=kind)._value.get()
 
 
@@ -73,6 +76,35 @@ async def ask(router: RunningRouter, prompt: list[int]) -> int:
     )
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+async def test_a_router_looks_prompts_up_in_its_replica(
+    router: RunningRouter, redis: Client
+) -> None:
+    index = RedisIndex(redis, router.router.view.cluster.cluster_id)
+    registry = router.router._metrics.registry
+
+    def num_lookups(source: str) -> float:
+        name = "tandem_prefix_replica_lookups_total"
+        return registry.get_sample_value(name, {"source": source}) or 0.0
+
+    replica = router.router._index.replica
+    prompt = list(range(3000, 3400))
+    blocks = blocks_of(router, prompt)
+    router.script(saying([7], cached_tokens=384))
+    await index.reset("decode-0", "q:1")
+    assert await index.publish("decode-0", "q:1", 0, blocks, [])
+    try:
+        await eventually(lambda: replica.match(blocks, closed=True) == {"decode-0": len(blocks)})
+        before, asked = num_lookups("replica"), num_lookups("redis")
+        assert await ask(router, prompt) == 384
+        assert num_lookups("replica") > before
+        assert num_lookups("redis") == asked
+        assert metric(router, "tandem_prefix_replica_entries") >= len(blocks)
+        assert metric(router, "tandem_prefix_replica_silent_seconds") < 5
+        assert metric(router, "tandem_prefix_replica_delay_seconds_count") >= 2
+    finally:
+        await index.forget("decode-0")
 
 
 async def test_promised_hits_that_do_not_come_end_the_trust_until_all_is_published_anew(
@@ -121,6 +153,8 @@ async def test_entries_of_a_worker_that_is_not_trusted_do_not_attract(
     blocks = blocks_of(router, prompt)
     await index.reset("decode-1", "cut off")  # nobody lives behind this log
     assert await index.publish("decode-1", "cut off", 0, blocks, [])
+    replica = router.router._index.replica
+    await eventually(lambda: replica.match(blocks, closed=True) == {"decode-1": len(blocks)})
     router.script(saying([7]))
     for _ in range(60):
         if not alarms(router, "decode-1", "hits"):
@@ -142,7 +176,7 @@ async def test_entries_of_a_worker_that_is_not_trusted_do_not_attract(
 
 
 async def test_a_log_that_stands_still_is_an_alarm(router: RunningRouter, redis: Client) -> None:
-    audit = router.router._audit
+    audit = router.router.first.audit
     cluster_id = router.router.view.cluster.cluster_id
     index = RedisIndex(redis, cluster_id)
     for worker in router.workers:
@@ -207,6 +241,41 @@ async def test_the_tree_is_compared_with_what_a_worker_says(
         *(router.admin.post("/v1/cluster/index/verify", json={"all": True}) for _ in range(2))
     )
     assert sorted(answer.status_code for answer in both) == [200, 429]
+
+
+async def test_what_has_not_changed_is_compared_rarely(
+    router: RunningRouter, redis: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit = router.router.first.audit
+    index = RedisIndex(redis, router.router.view.cluster.cluster_id)
+    blocks = blocks_of(router, list(range(7000, 7400)))
+    for worker in router.workers:
+        await index.reset(worker.worker_id, "1")
+        assert await index.publish(worker.worker_id, "1", 0, blocks[:20], [])
+        worker.block_hashes = blocks[:20]
+    ids = sorted(worker.worker_id for worker in router.workers)
+    compare = audit._compare
+    compared: list[str] = []
+
+    async def noted(worker: KnownWorker, sample: int | None) -> Differences:
+        compared.append(worker.record.worker_id)
+        return await compare(worker, sample)
+
+    monkeypatch.setattr(audit, "_compare", noted)
+
+    async def compared_in_rounds() -> list[str]:
+        compared.clear()
+        for _ in range(2 * len(ids)):
+            await audit._round()
+        return sorted(compared)
+
+    assert await compared_in_rounds() == ids
+    assert await compared_in_rounds() == []
+    router.workers[0].block_hashes = blocks[:21]
+    assert await index.publish(router.workers[0].worker_id, "1", 1, blocks[20:21], [])
+    assert await compared_in_rounds() == ids
+    monkeypatch.setattr("tandem.router.index.audit.UNCHANGED_S", 0.0)
+    assert len(await compared_in_rounds()) >= 2 * len(ids)  # the router's own rounds count, too
 
 
 async def test_a_worker_that_cannot_be_asked_is_named(router: RunningRouter) -> None:

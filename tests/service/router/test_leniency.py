@@ -280,3 +280,18 @@ async def test_a_body_may_be_compressed(router: RunningRouter) -> None:
         )
         assert answer.status_code == status, answer.text
         assert answer.headers.get("accept-encoding") == ("gzip" if status == 415 else None)
+
+
+async def test_limits_are_those_of_the_api(router: RunningRouter) -> None:
+    router.script(saying([*ids(router, "Hi!"), EOS], finish_reason="stop"))
+    for body in (
+        {"prompt": "def f():", "stop": ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]},
+        {"prompt": "def f():", "top_p": 0},
+    ):
+        for worker in router.workers:
+            worker.submitted.clear()
+        answer = await router.http.post("/v1/completions", json={**body, "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+    last: Any
+    (last,) = router.submitted
+    assert last.input.sampling.temperature == 0.0  # greedy

@@ -270,8 +270,13 @@ NOT_JSON_SCHEMA = {"type": "json_schema", "schema": {"uniqueItems": True}}
 
 OF_CITY = {"type": "json_schema", "schema": SCHEMA}
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
-KEEP_SOME = {**KEEP_ALL, "keep": {"type": "thinking_turns", "value": 2}}
-CLEAR_USES = {"type": "clear_tool_uses_20250919"}
+CLEAR_USES = {
+    "type": "clear_tool_uses_20250919",
+    "trigger": {"type": "tool_uses", "value": 1},
+    "keep": {"type": "tool_uses", "value": 1},
+    "exclude_tools": ["get_time"],
+}
+COMPACT = {"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 50}}
 
 
 DOCUMENT: Any = {"type": "document", "source": {"type": "text", "media_type": "text/plain"}}
@@ -285,6 +290,20 @@ SEARCH: Any = {"type": "web_search_20250305", "name": "web_search"}
 
 def edits(*given: Any) -> dict[str, Any]:
     return {"edits": list(given)}
+
+
+def used(name: str) -> list[dict[str, Any]]:
+    """Returns a turn with thinking, a call and its result."""
+    call = {"type": "tool_use", "id": name, "name": name, "input": {}}
+    result = {"type": "tool_result", "tool_use_id": name, "content": "4"}
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+    return [
+        {"role": "assistant", "content": [thought, call]},
+        {"role": "user", "content": [result]},
+    ]
+
+
+LONG: Any = {"messages": [*ASKED, *used("get_weather"), *used("get_time"), *used("get_place")]}
 
 
 def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
@@ -319,14 +338,23 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "with the name 'f'"),
         ({"thinking": {"type": "between_tools"}}, "thinking"),
-        ({"output_config": {"effort": "ultra"}}, "output_config.effort"),
+        ({"output_config": {"effort": 3}}, "output_config.effort"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs must be"),
         ({"output_config": {"format": NOT_JSON_SCHEMA}}, "output_config cannot"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"output_config": {"format": OF_CITY}, "output_format": OF_CITY}, "output_format and"),
         ({"context_management": []}, "context_management is not valid"),
-        ({"context_management": edits({"type": "clear_thinking_20251015"})}, "edits.0.keep"),
-        ({"context_management": edits(KEEP_ALL, CLEAR_USES)}, "'clear_tool_uses_20250919'"),
-        ({"context_management": edits(KEEP_SOME)}, '"keep": "all"'),
+        ({"context_management": edits({"type": "clear_all"})}, "'clear_all'"),
+        ({"context_management": edits({**KEEP_ALL, "keep": "some"})}, "edits.0"),
+        (
+            {**LONG, "context_management": edits({"type": "clear_thinking_20251015"})},
+            "edits.0: clear_thinking_20251015 would change",
+        ),
+        (
+            {**LONG, "context_management": edits(KEEP_ALL, CLEAR_USES)},
+            "edits.1: clear_tool_uses_20250919 would change",
+        ),
+        ({**LONG, "context_management": edits(COMPACT)}, "edits.0: compact_20260112 would change"),
         ({"context_management": edits("all")}, "edits.0"),
         ({"context_management": {"compact": True}}, "context_management.compact"),
         ({"thread": "create"}, "thread is not valid"),
@@ -387,15 +415,28 @@ async def test_the_clients_threads_replay_the_conversation(
     assert prompt.endswith("user\nWhy?<|im_end|>\n<|im_start|>assistant\n")
 
 
+async def test_a_choice_of_texts_is_the_form_of_the_answer(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    says(router, "Rome.")
+    await ask(client, extra_body={"structured_outputs": {"choice": ["Rome.", "Paris."]}})
+    (submit,) = router.submitted
+    assert "Paris." in submit.input.grammar  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [
         ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"output_config": {"effort": "max", "format": None}}, "output_config.effort"),
+        ({"output_config": {"effort": "ultra"}}, "output_config.effort"),
         ({"context_management": edits(KEEP_ALL)}, ""),
         ({"context_management": edits({**KEEP_ALL, "keep": {"type": "all"}})}, ""),
         ({"context_management": edits()}, ""),
         ({"context_management": {}}, ""),
+        ({"context_management": edits({"type": "clear_thinking_20251015"})}, "context_management"),
+        ({"context_management": edits(KEEP_ALL, CLEAR_USES)}, "context_management"),
+        ({"context_management": edits(COMPACT)}, "context_management"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"}},
@@ -468,6 +509,35 @@ async def test_what_anthropics_servers_did_is_left_out(router: RunningRouter) ->
     assert prompt.count("<|im_start|>assistant\nRome?<|im_end|>") == 1
     assert prompt.count("<|im_start|>assistant") == 2
     assert "get_weather" in prompt
+
+
+async def test_tools_are_found_and_change_within_a_conversation(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    search: Any = {"name": "search", "input_schema": {"type": "object"}}
+    clock: Any = {"name": "get_time", "input_schema": {"type": "object"}}
+    found = [{"type": "tool_reference", "tool_name": "get_weather"}]
+    changes = [
+        {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": clock}},
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "search"}},
+        {"type": "text", "text": "Go on."},
+    ]
+    messages: list[Any] = [
+        *ASKED,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "search"}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+        {"role": "system", "content": changes},
+    ]
+    messages[1]["content"][0]["input"] = {}
+    messages[2]["content"][0]["content"] = found
+    says(router, CALLS.replace("get_weather", "get_time"))
+    message = await ask(client, messages=messages, tools=[search, {**WEATHER, "strict": None}])
+    assert message.content[0].name == "get_time"
+    prompt = prompt_of(router)
+    assert '{"name": "get_time", "parameters": {"type": "object"}}' in prompt
+    assert "The tool get_weather is available." in prompt
+    assert "The tool get_time is now available." in prompt
+    assert "The tool search is no longer available." in prompt
 
 
 async def test_images_in_the_results_of_tools_are_left_out(router: RunningRouter) -> None:

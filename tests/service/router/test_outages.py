@@ -21,7 +21,8 @@ from tandem.common.worker_load import WorkerLoad
 from tandem.models.source import resolve
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.store.client import connect
-from tests.harness.scripted_worker import Say, ScriptedWorker, saying, update
+from tests.counted_turns import note_counted
+from tests.harness.scripted_worker import Say, ScriptedWorker, saying, silent, update
 from tests.service.router.conftest import ANY_ADMIN_PORTS, MODEL, eventually
 
 pytestmark = pytest.mark.service
@@ -98,6 +99,46 @@ async def test_serves_what_it_held_when_a_worker_comes(setup: Setup) -> None:
     assert (await held).status_code == 200
     (candidate,) = decode.submitted[0].prefill_candidates
     assert (candidate.worker_id, candidate.address) == ("prefill-0", prefill.address)
+
+
+LONG_HOLD = {"hold_deadline_s": 30.0, "trust_tenant_header": True}
+
+
+@pytest.mark.parametrize("setup", [LONG_HOLD], indirect=True)
+async def test_a_held_request_counts_once_for_its_tenant(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted_s = note_counted(monkeypatch)
+    rates = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), step_tokens=100, measured=True)
+    await setup.add_worker("prefill-0", role="prefill", rates=rates)
+    await eventually(lambda: setup.usable() == ["prefill-0"])
+    body = {"prompt": [5] * 40, "max_tokens": 1}
+    held = asyncio.create_task(setup.http.post("/v1/completions", json=body))
+    await eventually(lambda: setup.router.generator._services.dispatcher.num_pending == 1)
+    assert sum(counted_s) == pytest.approx(0.0, abs=1e-3)  # while it waits, it counts nothing
+    await setup.add_worker("decode-0", rates=rates)
+    assert (await held).status_code == 200
+    await eventually(lambda: sum(counted_s) > 0)
+    assert sum(counted_s) == pytest.approx(0.040, rel=0.1)
+
+
+@pytest.mark.parametrize("setup", [LONG_HOLD], indirect=True)
+async def test_a_held_request_ends_at_its_deadline(setup: Setup) -> None:
+    """Also one that a worker had accepted before it was lost."""
+    headers = {"x-tandem-deadline-ms": "400"}
+    began = time.monotonic()
+    answer = await setup.http.post("/v1/completions", json=BODY, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+    assert 0.4 <= time.monotonic() - began < 5
+    worker = await setup.add_worker("decode-0", script=silent)
+    await eventually(lambda: setup.usable() == ["decode-0"])
+    headers = {"x-tandem-deadline-ms": "1500"}
+    began = time.monotonic()
+    asked = asyncio.create_task(setup.http.post("/v1/completions", json=BODY, headers=headers))
+    await eventually(lambda: len(worker.submitted) == 1)
+    await worker.stop()
+    assert (await asked).status_code == 429
+    assert 1.5 <= time.monotonic() - began < 10
 
 
 async def test_is_not_ready_when_the_workers_serve_another_model(setup: Setup) -> None:

@@ -36,7 +36,7 @@ async def read_until(router: RunningRouter, probe: Any) -> tuple[str, dict[str, 
 
 
 async def test_the_feed_tells_all_and_then_goes_on(router: RunningRouter) -> None:
-    feed = router.router.page
+    feed = router.router._pages[""]
     _, full = await read_until(router, lambda kind, data: kind == "full")
     assert sorted(full["workers"]) == ["decode-0", "decode-1"]
     assert full["head"]["model"] == "tiny"

@@ -205,7 +205,6 @@ OF_CHATS = [
         {**chat(tools=[JSON_TOOL], tool_choice="required"), **form(regex="a")},
     ),
     Refused("function", None, chat(tools=[JSON_TOOL], function="f")),
-    Refused("reasoning_effort", {"reasoning_effort": "huge"}, chat(reasoning_effort="huge")),
     Refused(
         "chat_template_kwargs",
         {"chat_template_kwargs": DEEP},

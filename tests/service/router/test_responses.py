@@ -154,6 +154,29 @@ async def test_calls_can_be_forced(router: RunningRouter) -> None:
         assert "get_weather" in submit.input.grammar  # type: ignore[attr-defined]
 
 
+async def test_only_allowed_tools_are_called(router: RunningRouter) -> None:
+    time = {"type": "function", "name": "get_time"}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [time, {"type": "web_search"}]}
+    for tools, kind in ((allowed["tools"], "message"), ([time, WEATHER], "function_call")):
+        says(router, CALLS)
+        asked = {"tools": [WEATHER, time], "tool_choice": {**allowed, "tools": tools}}
+        response = await ask(router, extra_body=asked)
+        assert {item.type for item in response.output} == {kind}
+        assert response.tool_choice.mode == "auto"
+    says(router, CALLS)
+    await ask(router, extra_body={**asked, "tool_choice": {**allowed, "mode": "required"}})
+    (submit,) = router.submitted
+    assert "get_time" in submit.input.grammar  # type: ignore[attr-defined]
+    assert "get_weather" not in submit.input.grammar  # type: ignore[attr-defined]
+
+
+async def test_a_choice_of_texts_is_the_form_of_the_answer(router: RunningRouter) -> None:
+    says(router, "Rome.")
+    await ask(router, extra_body={"structured_outputs": {"choice": ["Rome.", "Paris."]}})
+    (submit,) = router.submitted
+    assert "Paris." in submit.input.grammar  # type: ignore[attr-defined]
+
+
 async def test_the_clients_stream_and_parse(router: RunningRouter) -> None:
     class City(BaseModel):
         city: str
@@ -388,7 +411,10 @@ PDF = {"type": "input_file", "file_data": "data:application/pdf;base64,AAAA"}
         ("include", [5], "include"),
         ("prompt", {"id": "pmpt_1"}, "prompt is not supported"),
         ("text", NO_SCHEMA, "text cannot"),
-        ("reasoning", {"effort": "huge"}, "reasoning must be"),
+        ("reasoning", {"effort": 5}, "reasoning is not valid"),
+        ("structured_outputs", {}, "structured_outputs must be"),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto"}, "tool_choice"),
+        ("tool_choice", {"type": "allowed_tools", "mode": "none", "tools": []}, "tool_choice"),
         ("max_output_tokens", 0, "max_output_tokens must be"),
         ("temperature", 3.0, "temperature must be"),
         ("top_logprobs", 21, "top_logprobs"),

@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from tandem.api.server import _load
+from tandem.api.served_model import load_model
 from tandem.common.config.answers import AnswerConfig
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
@@ -122,9 +122,9 @@ async def test_an_option_ignores_the_models_values(
     model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert _load(config(model_folder)).sampling == DEFAULTS
+    assert load_model(config(model_folder)).sampling == DEFAULTS
     assert "min_p 0.25, repetition_penalty 1.5, temperature 0.5, top_k 20" in caplog.text
     folder = with_generation_config(tmp_path / "model", temperature=5)
     with pytest.raises(ConfigError, match=r"json: temperature must be .*; it is 5"):
-        _load(config(folder))
-    assert _load(config(folder, generation_config="none")).sampling == {}
+        load_model(config(folder))
+    assert load_model(config(folder, generation_config="none")).sampling == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import grpc.aio
+import httpx
 import pytest
 
 from tandem.common.perf_model.rates import PrefillRate, WorkerRates
@@ -111,6 +112,87 @@ async def test_a_request_that_would_wait_too_long_for_its_turn_is_refused(
     await tell_load(router, queued_tokens=0, step=4)
     assert await light == 200
     assert set(await asyncio.gather(*waiting)) == {200, 429}
+
+
+async def start(
+    router: RunningRouter, *asked: tuple[str, dict[str, str], dict[str, int]]
+) -> list[asyncio.Task[httpx.Response]]:
+    """Sends requests of (tenant, headers, fields) one after another while no worker has capacity.
+    The first token of each prompt is its number, from 1 on."""
+    tasks: list[asyncio.Task[httpx.Response]] = []
+    for number, (tenant, headers, fields) in enumerate(asked, 1):
+        body = {"prompt": [number] * 40, "max_tokens": 1, "stream": True, **fields}
+        told = {"x-tandem-tenant": tenant, **headers}
+        tasks.append(
+            asyncio.create_task(router.http.post("/v1/completions", json=body, headers=told))
+        )
+        await eventually(lambda: num_waiting(router) + sum(t.done() for t in tasks) == len(tasks))
+    return tasks
+
+
+async def test_priorities_and_sessions_order_the_turns_of_a_tenant(router: RunningRouter) -> None:
+    order: list[int] = []
+    router.script(noting(order))
+    other = router.workers[1]
+    other.state = "draining"
+    await tell_load(router, queued_tokens=5000, step=5)
+    tasks = await start(
+        router,
+        ("a", {"x-session-id": "long"}, {}),
+        ("a", {"x-session-id": "long"}, {}),
+        ("a", {"x-session-id": "short"}, {}),
+        ("a", {}, {"priority": 7}),
+        ("a", {"x-tandem-may-shed": "1"}, {"priority": -7}),
+        ("a", {}, {"priority": -1}),
+    )
+    await tell_load(router, queued_tokens=0, step=6)
+    assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 6
+    other.state = "ready"
+    assert order == [6, 1, 3, 2, 4, 5]
+    answer = await router.http.get(f"/v1/requests/{tasks[5].result().headers['x-request-id']}")
+    assert answer.json()["priority"] == -1
+
+
+async def test_a_deadline_and_a_full_queue_refuse_before_the_head(router: RunningRouter) -> None:
+    """Also of streams, whose head would say 200."""
+    await tell_load(router, queued_tokens=5000, step=7)
+    router.script(saying([1000]))
+    queues = router.router.generator._services.dispatcher.admission._tenant_queues
+    waiting_max, queues.waiting_max = queues.waiting_max, 2
+    outcomes = router.outcomes()
+    try:
+        long, shed, short, kept, extra = await start(
+            router,
+            ("a", {"x-tandem-deadline-ms": "20000"}, {}),
+            ("b", {"x-tandem-may-shed": "1"}, {}),
+            ("a", {"x-tandem-deadline-ms": "4000"}, {}),
+            ("a", {}, {}),
+            ("a", {}, {}),
+        )
+        assert (await shed).status_code == 429
+        assert shed.result().json()["error"]["code"] == "queue_full"
+        assert (await extra).status_code == 429  # of the tenant that has the most waiting
+        assert (await short).status_code == 429
+        assert short.result().json()["error"]["code"] == "overloaded"
+        assert not router.submitted
+    finally:
+        queues.waiting_max = waiting_max
+        await tell_load(router, queued_tokens=0, step=8)
+    assert [(await one).status_code for one in (long, kept)] == [200, 200]
+    ended = {code: n - outcomes.get(code, 0) for code, n in router.outcomes().items()}
+    assert {code: n for code, n in ended.items() if n} == {
+        "queue_full": 2,
+        "overloaded": 1,
+        "length": 2,
+    }
+
+
+@pytest.mark.parametrize("value", ["0", "soon"])
+async def test_a_wrong_deadline_is_refused(router: RunningRouter, value: str) -> None:
+    headers = {"x-tandem-deadline-ms": value}
+    answer = await router.http.post("/v1/completions", json=BODY, headers=headers)
+    assert answer.status_code == 400
+    assert "x-tandem-deadline-ms must be an integer from 1" in answer.json()["error"]["message"]
 
 
 def num_waiting(router: RunningRouter) -> float:

@@ -153,6 +153,11 @@ def forced(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [forced(name) for name in names] or "get_weather"
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("field", "value", "says_what"),
     [
@@ -162,7 +167,10 @@ def forced(name: str) -> dict[str, Any]:
         ("tools", [{"type": "function", "function": {"parameters": {}}}], "must have a name"),
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}], "schema"),
         ("parallel_tool_calls", "no", "true or false"),
-        ("reasoning_effort", "much", "one of none, minimal"),
+        ("reasoning_effort", 5, "one of none, minimal"),
+        ("tool_choice", allowed("auto"), 'with the type "allowed_tools"'),
+        ("tool_choice", allowed("never", "get_weather"), 'with the type "allowed_tools"'),
+        ("tool_choice", allowed("required", "a", "b"), "no tool with the name 'a' or 'b'"),
         ("messages", [{"role": "tool", "tool_call_id": "a", "content": None}], "content"),
         ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}], "tool_calls"),
     ],
@@ -182,6 +190,7 @@ async def test_each_refusal_names_the_field(
     [
         ("reasoning_effort", "low", "reasoning_effort"),
         ("reasoning_effort", "none", ""),
+        ("reasoning_effort", "much", "reasoning_effort"),
         ("chat_template_kwargs", {"wings": 2}, "chat_template_kwargs.wings"),
         ("chat_template_kwargs", {"tools": []}, "chat_template_kwargs.tools"),
         ("chat_template_kwargs", {"messages": "x"}, "chat_template_kwargs.messages"),
@@ -234,6 +243,26 @@ async def test_a_custom_tool_of_a_chat_gets_its_text(router: RunningRouter) -> N
     body = {"messages": [{"role": "user", "content": "x"}, message, result], "tools": [tool]}
     answer = await router.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
+
+
+async def test_only_allowed_tools_are_called(router: RunningRouter) -> None:
+    other = {"type": "function", "function": {"name": "get_time"}}
+    for names, is_call in ((("get_time", "get_weather"), True), (("get_time",), False)):
+        says(router, CALLS)
+        choice: Any = allowed("auto", *names)
+        answer = await ask(router, tools=[WEATHER, other], tool_choice=choice)
+        (made,) = answer.choices
+        assert bool(made.message.tool_calls) == is_call
+        assert ("get_weather" in (made.message.content or "")) != is_call
+        assert "get_weather" in prompt_of(router)  # the prompt keeps its prefix
+    says(router, CALLS)
+    choice = allowed("required", "get_time", "get_place")
+    place = {"type": "function", "function": {"name": "get_place"}}
+    await ask(router, tools=[WEATHER, other, place], tool_choice=choice)
+    grammar = router.submitted[0].input.grammar  # type: ignore[attr-defined]
+    assert "get_time" in grammar
+    assert "get_place" in grammar
+    assert "get_weather" not in grammar
 
 
 async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> None:

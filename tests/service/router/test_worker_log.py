@@ -108,7 +108,7 @@ async def test_what_cannot_be_read_is_said(
 async def test_the_routers_own_log_comes_too(
     router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = path(router.router.page.config.router_id)
+    own = path(router.router._pages[""].config.router_id)
     monkeypatch.delenv(FILE_VARIABLE, raising=False)
     assert (await router.admin.get(own)).status_code == 409
     (tmp_path / "router-0.log").write_text("a router\n")

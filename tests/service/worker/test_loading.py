@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
-from tandem.common.config.cluster import ClusterConfig
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tandem.common.config.cluster import ClusterConfig, WorkerRole
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.process.cancellation import cancel
 from tandem.net.store.registry import LoadingNotice, Registry
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.worker.encode.servicer import EncodeServicer
+from tandem.worker.encode.worker import EncodeWorker
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.lifecycle.loading import tell_failed, tell_loading
+from tandem.worker.lifecycle.servicer import Servicer
+from tandem.worker.lifecycle.worker import Worker
+from tests.harness.waiting import eventually
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.service
@@ -96,3 +106,44 @@ async def test_the_engine_process_tells_its_progress(
     loaded, of = link.loading
     assert of == num_bytes
     assert 0.99 * num_bytes < loaded <= num_bytes
+
+
+class InstantEncodeWorker(EncodeWorker):
+    """Has a tower that takes no time to load."""
+
+    def _load(self) -> Any:
+        return SimpleNamespace(fingerprint="m"), SimpleNamespace(encode=None)
+
+
+@pytest.mark.parametrize("role", ["decode", "encode"])
+async def test_a_worker_is_ready_once_it_has_joined(role: WorkerRole, tmp_path: Path) -> None:
+    """While Redis is away, no router can find the worker."""
+    make_tiny_model("llama", tmp_path)
+    with EmbeddedRedis(tmp_path / "redis") as redis:
+        cluster = ClusterConfig("c", redis.url, "a-token-for-tests", record_interval_s=0.2)
+        redis.kill()
+        of_worker = replace(config(cluster, str(tmp_path)), role=role)
+        worker: Worker | EncodeWorker = (
+            InstantEncodeWorker(of_worker, EncodeServicer)
+            if role == "encode"
+            else Worker(of_worker, Servicer)
+        )
+        running = asyncio.create_task(worker.run())
+        try:
+            await eventually(
+                lambda: bool(worker._metrics_address) or running.done(), deadline_s=240
+            )
+            url = f"http://{worker._metrics_address}/ready"
+            async with httpx.AsyncClient() as http:
+                for _ in range(3):
+                    answer = await http.get(url)
+                    assert (answer.status_code, running.done()) == (503, False), answer.text
+                    await asyncio.sleep(0.2)
+                redis.restart()
+                async with asyncio.timeout(60):
+                    while (await http.get(url)).status_code != 200:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+                worker.stop(0.0)
+                await running
+        finally:
+            await cancel(running)

@@ -76,6 +76,19 @@ def test_an_engine_with_several_threads_gets_as_many_cores() -> None:
     assert [m.cores for m in add] == [[]]  # too few cores: the engine may use all of them
 
 
+def test_cores_of_one_numa_node_are_preferred_to_those_of_two() -> None:
+    spec = msgspec.structs.replace(make_spec(cores=[0, 1, 4, 5, 2, 3, 6, 7]), numa=[4, 4])
+    decode = msgspec.structs.replace(spec.pools["decode"], num_cores=3)
+    spec = msgspec.structs.replace(spec, pools=spec.pools | {"decode": decode})
+    add, _ = plan(spec, {"decode": 3}, [])
+    # In a node, the third one would share two cores. Elsewhere it shares one.
+    assert [m.cores for m in add] == [[0, 1, 4], [2, 3, 6], [0, 5, 7]]
+    decode = msgspec.structs.replace(decode, num_cores=6)
+    spec = msgspec.structs.replace(spec, pools=spec.pools | {"decode": decode})
+    add, _ = plan(spec, {"decode": 1}, [])
+    assert [m.cores for m in add] == [[0, 1, 2, 3, 4, 5]]  # no node has so many
+
+
 def test_without_cores_to_pin_to_nothing_is_pinned() -> None:
     add, _ = plan(make_spec(cores=[]), WANTED, [])
     assert all(m.cores == [] for m in add)
@@ -104,7 +117,7 @@ def test_a_freed_name_is_used_again_by_an_agent_of_another_name() -> None:
     (again,), _ = plan(make_spec(), {"decode": 1}, [])
     assert [m.member_id for m in add] == ["decode-1"]
     assert again.member_id == "decode-0"
-    assert again.agent_name != before.agent_name
+    assert again.keeper_name != before.keeper_name
 
 
 def test_commands_are_filled_in_and_only_the_first_gets_the_public_ports() -> None:
@@ -200,7 +213,7 @@ def test_a_host_that_is_back_gets_new_agents_and_the_newest_members_leave() -> N
     add, _ = plan(spread(), {"decode": 2}, [members[0], lost], [A])
     (back,) = revive([members[0], lost, *add], {"a", "b"})
     assert (back.member_id, back.host, back.state) == ("decode-1", "b", "pending")
-    assert back.agent_name != members[1].agent_name
+    assert back.keeper_name != members[1].keeper_name
     _, drain = plan(spread(), {"decode": 2}, [members[0], back, *add], [A, B])
     assert [m.member_id for m in drain] == ["decode-2"]
 

@@ -71,9 +71,13 @@ def test_requests_are_counted_at_their_decode_worker() -> None:
     busy = worker("decode-0")
     busy["load"] |= {"num_prefilling": 1, "num_pulls": 4, "num_waiting": 2}
     peer = worker("prefill-0") | {"role": "prefill"}
-    decode, prefill = shown(300, worker_tables, [busy, peer], []).splitlines()[2:4]
+    only_prefills = worker("prefill-1") | {"role": "prefill"}
+    only_prefills["load"] |= {"num_running": 0}
+    workers = [busy, peer, only_prefills]
+    decode, prefill, other = shown(300, worker_tables, workers, []).splitlines()[2:5]
     assert decode.split()[5:9] == ["2", "7", "512", "50%"], "2 of 3 running decode; 1 + 4 + 2"
-    assert prefill.split()[5:8] == ["-", "-", "512"]
+    assert prefill.split()[5:8] == ["3", "-", "512"], "it decodes, too"
+    assert other.split()[5:8] == ["-", "-", "512"]
     old = shown(300, worker_tables, [worker("decode-0")], []).splitlines()[2]
     assert old.split()[5:7] == ["3", "0"], "an older worker tells less"
 

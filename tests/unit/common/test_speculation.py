@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from tandem.common.config.engine import EngineConfig
-from tandem.common.speculation import Speculation, SpeculationStats, parse_speculation
+from tandem.common.speculation import (
+    Speculation,
+    SpeculationStats,
+    parse_speculation,
+    with_draft_at,
+)
 from tandem.errors import ConfigError
 
 
@@ -24,6 +29,11 @@ def test_methods_and_their_keys() -> None:
     suffix = {"method": "suffix", "suffix_decoding_max_spec_factor": 2}
     expected = Speculation("suffix", 32, 3, 24, 2.0, 0.1, 10_000)
     assert parse_speculation(json.dumps(suffix)) == expected
+    draft = {"method": "draft_model", "model": "x", "num_speculative_tokens": 5, "revision": "y"}
+    text = json.dumps(draft)
+    assert parse_speculation(text) == Speculation("draft_model", 5, model="x", revision="y")
+    moved = parse_speculation(with_draft_at(text, "/there"))
+    assert moved == Speculation("draft_model", 5, model="/there")
     suffix |= {"suffix_decoding_max_cached_requests": 0, "suffix_decoding_max_spec_factor": 0}
     expected = Speculation("suffix", 32, 3, 24, 0.0, 0.1, 0)
     assert parse_speculation(json.dumps(suffix)) == expected
@@ -39,6 +49,9 @@ def test_methods_and_their_keys() -> None:
         ({"method": "ngram"}, "lacks the key num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 64"),
         ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 64"),
+        ({"method": "draft_model", "num_speculative_tokens": 4}, "lacks the key model"),
+        ({"method": "draft_model", "model": "x"}, "lacks the key num_speculative_tokens"),
+        ({"method": "draft_model", "model": 3, "num_speculative_tokens": 4}, "must be a text"),
         ({"method": "suffix", "model": "x"}, "the key 'model', which the method suffix does not"),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 2}, "from 0 to 1"),
         (

@@ -66,6 +66,9 @@ def collected() -> set[str]:
     )
     index = IndexMetrics(CollectorRegistry())
     index.stats = TreeStats(num_entries=0, num_bytes=0, num_swept=0, workers={})
+    replica: Any = SimpleNamespace(num_entries=0, num_bytes=0, silent_s=0, num_loads=0)
+    replicated: Any = SimpleNamespace(replica=replica, num_local=0, num_asked=0)
+    index.index = replicated
     tenants = CollectorRegistry()
     TenantMetrics(tenants)
     worker = WorkerMetrics(worker_id="decode-0", role="decode")

@@ -3,16 +3,23 @@ size, prefilled by another engine, moved to another engine, or computed after a 
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from PIL import Image
 from transformers import PreTrainedModel
 
+from tandem.common.prompt_image import PromptImage
+from tandem.engine import image_rows
+from tandem.engine.executor.vision_tower import VisionTower
+from tandem.engine.image_rows import ImageRows, KeptRows
 from tandem.engine.types import Mode, SequenceSpec
-from tandem.errors import BadRequest
+from tandem.errors import BadRequest, WorkerLost
 from tandem.models.folder import ModelFolder
+from tandem.models.images import read_rules
 from tests.engine_driver import drive, make_spec
 from tests.model_engines import make_model_engine
 from tests.unit.engine.tiny_runs import load, prefill_elsewhere
@@ -122,6 +129,77 @@ def test_an_image_that_cannot_be_computed_fails_its_sequence_alone(made: Made) -
     assert len(drive(engine).token_ids["1"]) == NUM_TOKENS
     assert engine.load().blocks_used == 0
     engine.close()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_embeddings_come_from_an_encode_worker_or_are_computed_here(
+    made: Made, expected: dict[str, list[int]], comes: bool
+) -> None:
+    """The answers to the requests come late. If they are errors, the engine computes the images."""
+    rules = read_rules(made[0])
+    assert not isinstance(rules, str)
+    tower = VisionTower(made[0], rules, torch.device("cpu"))
+    requested: list[tuple[PromptImage, Future[torch.Tensor]]] = []
+    computed: list[bytes] = []
+
+    def fetch(image: PromptImage, cache_salt: bytes) -> Future[torch.Tensor]:
+        assert cache_salt == b""
+        requested.append((image, Future()))
+        return requested[-1][1]
+
+    def encode(image: PromptImage) -> torch.Tensor:
+        computed.append(image.digest)
+        return tower.encode(image)
+
+    rows = ImageRows(encode, fetch=fetch)
+    engine, _ = make_model_engine(made[0], num_blocks=64, numerics="invariant", images=rows)
+    for spec in specs(made):
+        engine.add(spec)
+    for _ in range(3):
+        engine.step()
+    assert len(requested) == 2, "one request for each of two images"
+    for image, future in requested:
+        if comes:
+            future.set_result(tower.encode(image))
+        else:
+            future.set_exception(WorkerLost("no encode worker answers"))
+    assert drive(engine).token_ids == expected
+    assert len(computed) == (0 if comes else 2)
+    engine.close()
+
+
+def test_embeddings_are_kept_for_the_same_salt_only() -> None:
+    image = PromptImage(b"d" * 16, b"", [0], 2)
+    computed = []
+
+    def encode(image: PromptImage) -> torch.Tensor:
+        computed.append(image)
+        return torch.zeros(2, 4)
+
+    rows = ImageRows(encode)
+    for num_computed, salt in ((1, b"a"), (2, b"b"), (2, b"a"), (2, b"b")):
+        rows.find(image, salt)
+        rows.wait(10)
+        assert not rows.settle()
+        assert rows.find(image, salt) is not None
+        assert len(computed) == num_computed
+    rows.close()
+
+
+def test_kept_embeddings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_rows, "KEPT_BYTES_MAX", 100)
+    kept = KeptRows()
+    rows = torch.zeros(10)  # 40 bytes
+    for name in (b"a", b"b"):
+        kept.keep((b"", name), rows)
+    assert kept.find((b"", b"a")) is rows
+    kept.keep((b"", b"c"), rows)
+    assert kept.find((b"", b"b")) is None, "the one that was used least lately"
+    assert kept.find((b"", b"a")) is rows
+    large = torch.zeros(1000)
+    kept.keep((b"", b"d"), large)
+    assert kept.find((b"", b"d")) is large
+    assert kept.find((b"", b"a")) is None
 
 
 def test_tokens_of_images_outside_the_prompt_are_refused(made: Made) -> None:

@@ -17,6 +17,7 @@ from tandem.models.folder import ModelFolder
 from tandem.models.source import BUILT_IN, resolve
 from tests.model_engines import make_model_engine
 from tests.tiny_models import make_tiny_model
+from tests.vision_models import make_vision_model
 
 GB = 10**9
 NEED = Need("--kv-memory 900000000000", 900 * GB, GB // 2)
@@ -37,6 +38,33 @@ def test_what_does_not_fit_is_told_with_the_sum_and_what_is_free() -> None:
     assert why_too_much(replace(NEED, weights_bytes=0), 1, container) == (
         "--kv-memory 900000000000: a worker needs 900.0 GB pool = 900.0 GB; this container has "
         "3.0 GB free. Lower --kv-memory"
+    )
+
+
+def test_a_vision_tower_counts_for_each_worker_and_for_encode_workers(tmp_path: Path) -> None:
+    folder, whole = make_vision_model(tmp_path)
+    text = sum(p.numel() for p in whole.model.text_model.parameters())
+    num_tower = sum(p.numel() for p in whole.model.parameters()) - text
+    need = worker_need(EngineConfig(model="", kernels="torch", num_blocks=7), folder)
+    assert need.tower_bytes == 4 * num_tower
+    assert worker_need(EngineConfig(model="", tensor_parallel=2), folder).tower_bytes == 0
+    assert worker_need(EngineConfig(model="", kernels="triton"), folder).tower_bytes == 0
+    need = replace(NEED, pool_bytes=GB, tower_bytes=GB // 2)
+    assert not why_too_much(need, 2, Memory("this machine", int(4.5 * GB), 8 * GB), 1)
+    assert why_too_much(need, 2, Memory("this machine", 4 * GB, 8 * GB), 1) == (
+        "--kv-memory 900000000000: 2 workers need 2 x (1.0 GB pool + 0.5 GB weights + 0.5 GB "
+        "vision tower) + 0.5 GB for 1 encode workers = 4.5 GB; this machine has 4.0 GB free. Lower "
+        "--kv-memory or start fewer workers"
+    )
+
+
+def test_a_draft_model_counts_for_the_workers_that_load_it() -> None:
+    need = replace(NEED, pool_bytes=GB, draft_bytes=GB)
+    four = Memory("this machine", 4 * GB, 8 * GB)
+    assert not why_too_much(need, 2, four, num_drafts=1)
+    assert "+ 2.0 GB for 2 draft models = 5.0 GB" in why_too_much(need, 2, four, num_drafts=2)
+    assert "+ 1.0 GB for the draft model = 2.5 GB" in why_too_much(
+        need, 1, Memory("this machine", 2 * GB, 8 * GB)
     )
 
 

@@ -140,7 +140,9 @@ def test_a_rejected_token_never_changes_a_state(windows: Windows, wrong: float) 
     assert stats.num_draft_tokens > 30
     assert (stats.num_accepted_tokens > 30) == (wrong < 1)
     assert (stats.num_accepted_tokens < stats.num_draft_tokens) == (wrong > 0)
-    assert engine.load().blocks_used == 0
+    load = engine.load()
+    assert load.blocks_used == 0
+    assert load.blocks_total == load.blocks_cached + engine.stats().blocks_free
 
 
 def state_in(runner: GroupedToyRunner, group: int, slot: int) -> int:

@@ -14,13 +14,16 @@ from msgspec.structs import replace
 from tandem.common.adapter import Adapter
 from tandem.common.kv_budget import KvBudget
 from tandem.common.sampling_params import SamplingParams
+from tandem.engine.cache.layout.kv_groups import INNER_CHUNK
 from tandem.engine.engine import Engine
+from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.scheduler.schedule import Schedule
 from tandem.engine.types import SequenceSpec, TokenLogprobs
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.text import StructuredOutput, grammar_text
+from tandem.models.source import read_folder, resolve
 from tests.engine_driver import GREEDY, Outcome, drive, drive_all, make_spec
 from tests.lora_adapters import describe, write_adapter
 from tests.model_engines import make_model_engine
@@ -244,6 +247,59 @@ def test_models_with_states(family: str, kernels: str, tmp_path: Path) -> None:
     resumed_after = drive_all(engine, turn)
     assert resumed_after.token_ids == again.token_ids
     assert resumed_after.ends["turn"].num_cached_tokens == 128
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_states_beside_grammars_that_force_tokens(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long proposals, of which the accepted tokens are computed again together with forced ones.
+    No chunk of an answer is an inner chunk, which kernels compute with other bits."""
+    make_tiny_model("qwen3-next", tmp_path, vocab_size=49152)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to(resolve("smollm2").path / name)
+    folder = read_folder(tmp_path)
+    settings = {"kernels": kernels, "numerics": "invariant", "num_blocks": 100, "max_num_seqs": 3}
+    forced = ', "the name of the next river in the mountains of the north": '
+    grammar = grammar_text(
+        StructuredOutput("x", "regex", rf"([a-d]{{40}}{forced}){{3}}[a-f]{{900}}")
+    )
+    specs = [
+        make_spec(
+            str(at), prompt, max_tokens=150, sampling=replace(DRAWN, seed=at), grammar=grammar
+        )
+        for at, prompt in enumerate(random_prompts(30, 70))
+    ]
+    compiler = GrammarCompiler.of(folder)
+    plain_engine, _ = make_model_engine(folder, compiler, **settings)
+    plain = drive_compiled(plain_engine, specs)
+    engine, runner = make_model_engine(folder, compiler, speculative_config="auto", **settings)
+
+    def oracle(spec: SequenceSpec, token_ids: Sequence[int]) -> list[int]:
+        """What was made, with the first token, which the grammar often allows, in some places."""
+        made = plain.token_ids[spec.sequence_id]
+        at = len(token_ids) - spec.num_prompt_tokens
+        return [
+            made[0] if place % 13 == 12 else token for place, token in enumerate(made[at:-1], at)
+        ]
+
+    speculator = AlwaysSpeculator(oracle, 203, wrong=0.0, tokens_max=64)
+    speculate(engine, speculator)
+    chunks: list[int] = []
+    forward = runner.forward
+
+    def count(batch: StepBatch, on_kv_written: Any) -> torch.Tensor:
+        chunks.extend(one.num_tokens for one in batch.slices if one.context_len > 100)
+        return forward(batch, on_kv_written)
+
+    monkeypatch.setattr(runner, "forward", count)
+    outcome = drive_compiled(engine, specs)
+    assert of_run(outcome) == of_run(plain)
+    stats = speculator.stats
+    assert 60 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert len(outcome.reports) < len(plain.reports)
+    assert 30 < max(chunks) < INNER_CHUNK
 
 
 def test_a_moved_sequence_and_one_whose_prompt_a_peer_computed(speaker: ModelFolder) -> None:

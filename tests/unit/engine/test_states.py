@@ -20,7 +20,7 @@ from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import Mode, SequenceSpec, TokenLogprobs
-from tandem.errors import BadRequest, ConfigError
+from tandem.errors import BadRequest, ConfigError, NeverFits
 from tandem.models.folder import ModelFolder
 from tandem_kernels.state_pool import StatePool
 from tests.engine_driver import Outcome, drive, drive_all, make_spec
@@ -473,3 +473,48 @@ def test_a_pinned_state_does_not_become_the_state_of_a_sequence() -> None:
     assert outcome.ends["b"].num_cached_tokens == 16
     assert states._blocks[slot].is_pinned
     assert next(iter(outcome.ends)) != "b"
+
+
+def _prefill_for_peers(engine: Engine, num_prompts: int) -> set[str]:
+    """Computes prompts of 255 tokens for peers, which free each one's blocks once it is computed.
+    Returns the ids of the computed ones. States are frozen after 192 tokens."""
+    for number in range(num_prompts):
+        prompt = [(7 * number + each) % 50 for each in range(255)]
+        engine.add(make_spec(f"{number}", prompt, mode=Mode.PREFILL_ONLY, max_tokens=1))
+    computed: set[str] = set()
+    for _ in range(600):
+        if not engine.has_work():
+            break
+        report = engine.step()
+        engine.check_integrity()
+        for each in report.prefilled:
+            computed.add(each.sequence_id)
+            engine.remove(each.sequence_id)
+    return computed
+
+
+@pytest.mark.parametrize("windows", [(None, 16, STATE), (16, 9, STATE)])
+@pytest.mark.parametrize("num_blocks", [5, 6, 12, 19, 20, 21, 63, 64])
+def test_a_prompt_for_a_peer_is_computed_or_refused(windows: Any, num_blocks: int) -> None:
+    """The peer gets the blocks that are seen after the frozen states, which are up to 64 tokens
+    before the prompt's end."""
+    engine, _ = make_grouped_engine(
+        windows, num_blocks=num_blocks, max_num_seqs=1, max_tokens_per_step=8
+    )
+    engine._new_sequences._checkpoints = Checkpoints.of(engine.layout)
+    try:
+        computed = _prefill_for_peers(engine, 1)
+    except NeverFits:
+        assert engine.load().longest_sequence * 4 < 255
+    else:
+        assert computed == {"0"}
+        assert not 0 < engine.load().longest_sequence * 4 < 255
+
+
+@pytest.mark.parametrize("num_blocks", [20, 38, 41, 57])
+def test_prompts_for_peers_do_not_wait_for_each_other(num_blocks: int) -> None:
+    engine, _ = make_grouped_engine(
+        (16, STATE), num_blocks=num_blocks, max_num_seqs=4, max_tokens_per_step=8
+    )
+    engine._new_sequences._checkpoints = Checkpoints.of(engine.layout)
+    assert _prefill_for_peers(engine, 4) == {"0", "1", "2", "3"}

@@ -167,3 +167,9 @@ def test_value_heads_may_be_in_groups(instructions: str) -> None:
     y = native.gated_delta_rule(q, k, grouped, *gates, grouped_states, SPANS)
     assert torch.equal(y, native.gated_delta_rule(case.q, case.k, case.v, *gates, states, SPANS))
     assert torch.equal(grouped_states, states)
+
+
+def test_an_instruction_set_that_is_not_available_is_refused() -> None:
+    case = SHAPES["delta, small"]
+    with pytest.raises(ValueError, match="lacks the instruction set"):
+        computed(kernels("none"), case, case.states.clone(), SPANS)

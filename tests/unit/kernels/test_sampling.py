@@ -164,3 +164,9 @@ def test_hidden_tokens_and_tiny_temperatures(sample: Sample) -> None:
     drawn = {sample(logits, [replace(PLAIN, seed=seed)])[0] for seed in range(40)}
     assert drawn == {5, 599}
     assert sample(logits, [replace(PLAIN, temperature=1e-38)]) == [599]
+
+
+def test_an_instruction_set_that_is_not_available_is_refused() -> None:
+    assert LIBRARY is not None
+    with pytest.raises(ValueError, match="lacks the instruction set"):
+        LIBRARY.draw([np.zeros(5, np.float32)], [PLAIN], 1, instructions="none")

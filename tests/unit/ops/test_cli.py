@@ -1,5 +1,6 @@
 """The one command: usage errors take one line, and programs get their arguments untouched."""
 
+import json
 import os
 import pty
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +67,21 @@ def test_the_package_is_a_program_and_has_a_version() -> None:
     )
     assert done.stdout == f"tandem {version('tandem-llm')}\n"
     assert tandem_package.__version__ == version("tandem-llm")
+
+
+def test_a_key_may_be_limited_to_models(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    for models in ("a,b/c", ""):
+        tandem("keys", "create", "--tenant", "t", "--file", str(file), "--models", models)
+    records = json.loads(file.read_text())
+    assert [each.get("limits", {}).get("models") for each in records] == [["a", "b/c"], None]
+
+
+def test_a_wrong_option_of_a_further_model_is_one_line() -> None:
+    done = tandem("up", "a", "--model", "b port=1")
+    assert done.returncode == 2
+    assert "b has the option 'port'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("command", ["up", "serve"])

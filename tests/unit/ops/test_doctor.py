@@ -53,6 +53,12 @@ def host(root: Path, files: dict[str, str], **environment: str) -> HostFiles:
             "always madvise [never]",
         ),
         (
+            system.shared_huge_pages,
+            "sys/kernel/mm/transparent_hugepage/shmem_enabled",
+            "always within_size [advise] never deny force",
+            "always within_size advise [never] deny force",
+        ),
+        (
             clocks.clock,
             "sys/devices/system/clocksource/clocksource0/current_clocksource",
             "tsc",

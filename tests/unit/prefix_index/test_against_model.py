@@ -1,9 +1,14 @@
-"""Random logs of several workers: both implementations against a model that is not clever."""
+"""Random logs of several workers: the implementations against a model that is not clever.
+
+The replica is also compared after each change that is made between two of its reads, so that
+changes meet a scan in every order.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from itertools import takewhile
 
@@ -16,6 +21,7 @@ from tandem.net.store.client import connect
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.protocol import PrefixIndex
 from tandem.prefix_index.redis import RedisIndex
+from tests.harness.followed_index import SteppedShard, followed
 
 pytestmark = pytest.mark.service
 
@@ -139,3 +145,64 @@ def test_redis_follows_the_model(
             await follow(RedisIndex(redis, uuid.uuid4().hex), operations, probe)
 
     asyncio.run(run())
+
+
+@given(OPERATIONS, PATHS)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_replica_follows_the_model(
+    redis_server: EmbeddedRedis, operations: list[tuple[str, str, Path]], probe: Path
+) -> None:
+    async def run() -> None:
+        async with connect(redis_server.url) as redis, followed(redis, uuid.uuid4().hex) as index:
+            await follow(index, operations, probe)
+            assert index.replica.num_loads == 1
+
+    asyncio.run(run())
+
+
+STEPS = st.lists(st.sampled_from(["scan", "log", "reload", "sweep", "-", "-"]), max_size=30)
+
+
+# A scan reads 65,536 buckets, so an example takes a few tenths of a second.
+@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_replica_whose_reads_and_changes_alternate_follows_the_model(
+    redis_server: EmbeddedRedis, examples: int
+) -> None:
+    @given(OPERATIONS, STEPS, PATHS)
+    @settings(max_examples=examples)
+    def check(operations: list[tuple[str, str, Path]], steps: list[str], probe: Path) -> None:
+        asyncio.run(alternate(redis_server.url, operations, steps, probe))
+
+    check()
+
+
+async def alternate(
+    url: str, operations: list[tuple[str, str, Path]], steps: list[str], probe: Path
+) -> None:
+    async with connect(url) as redis:
+        cluster_id = uuid.uuid4().hex
+        driver = Driver(RedisIndex(redis, cluster_id))
+        replica = SteppedShard(redis, cluster_id)
+        for worker_id in ("w0", "w1"):
+            await driver.apply("reset", worker_id, ())
+            await driver.apply("store", worker_id, (0, 1, 0, 1, 1))
+        await replica.begin_load()
+        reads: dict[str, Callable[[], Awaitable[None]]] = {
+            "scan": replica.scan,
+            "log": replica.read_log,
+            "reload": replica.begin_load,
+        }
+        for at in range(max(len(operations), len(steps))):
+            if at < len(operations):
+                await driver.apply(*operations[at])
+            step = steps[at] if at < len(steps) else "-"
+            if step == "sweep":
+                replica.shard.sweep(100)
+            elif step in reads:
+                await reads[step]()
+        await replica.finish()
+        for path in (probe, (0, 1, 0, 1, 1), *(path for _, _, path in operations)):
+            found = replica.shard.match(hashes(prefixes(path)), closed=True)
+            assert found == driver.model.match(path)
+        for worker_id, held in driver.model.held.items():
+            assert replica.shard.num_blocks(worker_id) == len(held)

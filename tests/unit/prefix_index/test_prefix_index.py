@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-import pytest
-from redis.asyncio import Redis
+from collections.abc import AsyncIterator
 
+import pytest
+
+from tandem.net.store.client import connect
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.prefix_index.protocol import PrefixIndex
 from tandem.prefix_index.redis import RedisIndex
 from tests.chains import chain
+from tests.harness.followed_index import followed
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.service)])
-def index(request: pytest.FixtureRequest, cluster_id: str) -> PrefixIndex:
+@pytest.fixture(
+    params=[
+        "memory",
+        pytest.param("redis", marks=pytest.mark.service),
+        pytest.param("replica", marks=pytest.mark.service),
+    ]
+)
+async def index(request: pytest.FixtureRequest, cluster_id: str) -> AsyncIterator[PrefixIndex]:
     if request.param == "memory":
-        return MemoryIndex()
-    redis: Redis = request.getfixturevalue("redis_client")
-    return RedisIndex(redis, cluster_id)
+        yield MemoryIndex()
+        return
+    async with connect(request.getfixturevalue("redis_url")) as redis:
+        if request.param == "redis":
+            yield RedisIndex(redis, cluster_id)
+            return
+        async with followed(redis, cluster_id) as index:
+            yield index
 
 
 async def hold(index: PrefixIndex, worker_id: str, hashes: list[bytes]) -> None:

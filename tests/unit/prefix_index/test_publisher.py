@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +39,7 @@ class Unsteady(MemoryIndex):
         self.down = False
         self.hangs = False
         self.batches: list[tuple[list[bytes], list[bytes]]] = []
+        self.completed: list[bool] = []  # `complete` of each batch
 
     async def reset(self, worker_id: str, epoch: str) -> None:
         await self._reach()
@@ -49,11 +52,14 @@ class Unsteady(MemoryIndex):
         sequence_number: int,
         stored: Sequence[bytes],
         removed: Sequence[bytes],
+        *,
+        complete: bool = False,
     ) -> bool:
         await self._reach()
         applied = await super().publish(worker_id, epoch, sequence_number, stored, removed)
         if applied and (stored or removed):
             self.batches.append((list(stored), list(removed)))
+            self.completed.append(complete)
         return applied
 
     async def _reach(self) -> None:
@@ -83,6 +89,7 @@ async def test_publishes_in_batches_parents_first(index: Unsteady, publisher: Pu
     assert publisher.lag == 10
     await eventually(lambda: publisher.in_step)
     assert [stored for stored, _ in index.batches] == [blocks[:4], blocks[4:8], blocks[8:]]
+    assert index.completed == [False, False, True]
     assert await index.match(blocks) == {"w": 10}
     publisher.add([], blocks[:6:-1])
     await eventually(lambda: publisher.in_step)
@@ -169,6 +176,36 @@ async def test_closing_forgets_the_worker_even_when_the_tree_hangs(index: Unstea
     assert await index.match(chain("a", 3)) == {}
 
 
+async def test_a_tree_without_changes_is_swept_rarely() -> None:
+    index = Swept()
+    publisher = Publisher(index, "w", "p", config=replace(QUICK, sweep_idle_s=60.0))
+    publisher.start()
+    await eventually(lambda: index.num_published > 5)
+    assert index.num_sweeps == 1
+    publisher.add(chain("a", 1), [])
+    await eventually(lambda: index.num_sweeps == 2)
+    index.is_left = True
+    publisher.add(chain("b", 1), [])
+    await eventually(lambda: index.num_sweeps > 5)
+    await publisher.aclose()
+
+
+class Swept(MemoryIndex):
+    """A tree that counts calls. `is_left` is what `sweep` returns."""
+
+    num_published = 0
+    num_sweeps = 0
+    is_left = False
+
+    async def publish(self, *arguments: Any, **more: Any) -> bool:
+        self.num_published += 1
+        return await super().publish(*arguments, **more)
+
+    async def sweep(self, limit: int) -> bool:
+        self.num_sweeps += 1
+        return self.is_left
+
+
 # A step adds the next block of one of three chains, or removes its last; then perhaps the publisher
 # runs for a while, or the tree is lost.
 STEPS = st.lists(
@@ -217,10 +254,10 @@ async def test_a_bug_does_not_end_publishing(index: Unsteady, publisher: Publish
     await eventually(lambda: publisher.in_step)
     publish, broken = index.publish, iter(range(2))
 
-    async def break_twice(*args: object) -> bool:
+    async def break_twice(*args: object, complete: bool) -> bool:
         if next(broken, None) is not None:
             raise ZeroDivisionError
-        return await publish(*args)  # type: ignore[arg-type]
+        return await publish(*args, complete=complete)  # type: ignore[arg-type]
 
     index.publish = break_twice  # type: ignore[method-assign]
     publisher.add(blocks[3:], [])

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
+from tandem.router.admission.calibration import Calibration
 from tandem.router.admission.capacity import (
-    COMPLETION_TOKENS_LIKELY,
+    QUEUED_MAX_S,
     WAITING_MAX,
     has_capacity,
+    queued_max_s,
     work_s,
 )
 from tandem.router.placement.costs import WorkerSnapshot
@@ -45,6 +49,23 @@ def test_some_decode_worker_must_have_few_that_wait() -> None:
     assert not room(full, worker(queued_tokens=501))
 
 
+def test_a_running_slot_must_become_free_soon() -> None:
+    full = worker(num_running=4, num_running_slots=4, num_waiting=3)
+
+    def has_slot(completion_tokens: float) -> bool:
+        return has_capacity([full], queued_max_s=1.0, completion_tokens=completion_tokens)
+
+    # A step takes 18 ms, and every fourth of an answer a slot becomes free. Four wait for one.
+    assert has_slot(50)
+    assert not has_slot(60)
+
+
+def test_a_prefill_queue_is_at_most_half_of_what_is_refused() -> None:
+    calibration = Calibration(log_factor=math.log(2.0))
+    assert queued_max_s(0.0, calibration) == QUEUED_MAX_S
+    assert queued_max_s(4.0, calibration) == pytest.approx(4.0 * calibration.margin / 2 / 2)
+
+
 def test_an_empty_pool_is_another_wait() -> None:
     assert room()
     assert room(worker("prefill", queued_tokens=10**6))
@@ -52,6 +73,4 @@ def test_an_empty_pool_is_another_wait() -> None:
 
 def test_work_is_the_prompt_and_the_likely_completion() -> None:
     assert work_s([worker()], 1000, 10) == pytest.approx(2.0 + 10 * 2e-3)
-    likely = COMPLETION_TOKENS_LIKELY * 2e-3
-    assert work_s([worker()], 1000, 10**6) == pytest.approx(2.0 + likely)
     assert work_s([], 0, 1) > 0

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from random import Random
 
+import pytest
 from redis.asyncio import Redis
 
 from tandem.common.config.cluster import ClusterConfig
@@ -10,6 +13,7 @@ from tandem.common.config.router import RouterConfig
 from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
 from tandem.router.admission.calibration import Promise
 from tandem.router.admission.controller import AdmissionController
+from tandem.router.admission.turns import Claim
 from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot, choose
 from tandem.router.workers.cluster_view import ClusterView
@@ -24,7 +28,7 @@ def asked(
     worker = WorkerSnapshot("d", "d/1", "", "decode", "ready", rates=rates)
     placement = choose(Work(tokens), [worker], {}, Random(0))
     assert isinstance(placement, Placement)
-    return controller.admit(Work(tokens), placement, tenant="").promise
+    return controller.admit(Work(tokens), placement).promise
 
 
 def gate_of(limit_s: float) -> AdmissionController:
@@ -47,3 +51,18 @@ def test_what_says_something_of_long_waits_does_not_depend_on_what_was_learned()
 
 def test_guesses_teach_nothing() -> None:
     assert asked(gate_of(limit_s=2.0), 1900, WorkerRates()) is None
+
+
+async def test_requests_take_turns_until_none_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else later requests without a session would pass those that wait."""
+    monkeypatch.setattr(AdmissionController, "has_capacity", lambda self: False)
+    gate = gate_of(limit_s=2.0)
+    claim = gate.claim(Claim(session="s"), tokens_missing=1, completion_max=1)
+    turn = gate.turn(claim)
+    waiting = asyncio.ensure_future(turn.__aenter__())
+    await asyncio.sleep(0.01)
+    gate._turns_until = -math.inf  # the last session was long ago
+    assert gate.must_wait()
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert not gate.take_turns

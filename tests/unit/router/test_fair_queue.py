@@ -76,6 +76,20 @@ def test_who_floods_starves_nobody(flood: list[float], cost: float, before: int)
     assert "new" in [queue.pop() for _ in range(3)]
 
 
+@pytest.mark.parametrize("cost", [0.5, 1.0, 5.0])
+def test_ever_new_tenants_starve_nobody(cost: float) -> None:
+    """Ten of them always wait, as new sessions do while all workers are busy."""
+    queue: FairQueue[object] = FairQueue()
+    for number in range(4):
+        queue.push("steady", 1.0, ("steady", number))
+    num_served = 0
+    for number in range(200):
+        while len(queue) < 14:
+            queue.push(f"new {number} {len(queue)}", cost, (number, len(queue)))
+        num_served += queue.pop()[0] == "steady"  # type: ignore[index]
+    assert num_served == 4
+
+
 @given(requests, st.integers(0, 20), st.sampled_from("abc"), costs)
 def test_says_what_is_ahead(
     wanted: list[tuple[str, float]], pops: int, tenant: str, cost: float

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
 from msgspec.structs import replace
 
-from tandem.common.perf_model.predict import Prefill
+from tandem.common.perf_model.predict import NO_PREFILL, Prefill
 from tandem.common.worker_load import WorkerLoad
 from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.known_worker import KnownWorker
@@ -78,3 +82,32 @@ def test_what_is_done_counts_no_more() -> None:
     assert seen(worker) == (280, 0)
     worker.note_prefilled(Prefill.of(900, 0), 9.2, by_it=True)
     assert seen(worker) == (0, 0)
+
+
+def stream(**fields: Any) -> Any:
+    """A router's stream to a worker."""
+    values = {"is_up": True, "is_draining": False, "unreported": deque(), "num_inflight": 0}
+    return SimpleNamespace(load=None, **(values | fields))
+
+
+def test_a_prefill_worker_decodes_while_its_stream_is_up() -> None:
+    worker = KnownWorker(record())
+    assert not worker.snapshot(compatible=True).decodes
+    worker.client = stream()
+    assert worker.snapshot(compatible=True).decodes
+    for client in (stream(is_up=False), stream(is_draining=True)):
+        worker.client = client
+        seen = worker.snapshot(compatible=True)
+        assert not seen.decodes
+        assert seen.usable  # for prefill
+    worker.client = stream()
+    worker.record = replace(worker.record, role="decode")
+    assert not worker.snapshot(compatible=True).decodes
+
+
+def test_a_prefill_worker_counts_what_it_decodes_and_prefills() -> None:
+    worker = KnownWorker(record(num_running=1, queued_tokens=10))
+    worker.client = stream(unreported=deque([NO_PREFILL]), num_inflight=3)
+    worker.note_prefill(Prefill.of(100, 0), 10.1, forgotten_before=8.0)
+    load = worker.snapshot(compatible=True).load
+    assert (load.num_running, load.queued_tokens) == (3, 110)

@@ -400,3 +400,67 @@ def test_in_an_upgrade_the_generation_that_can_take_it_does() -> None:
     assert placement.prefill_candidates == ()
     refused = frozenset({"d-new/1"})
     assert choose(Work(500), [leaves, *stays], {}, Random(0), refused=refused) is None
+
+
+IN_SESSION = Work(1000, is_of_session=True)
+
+
+def two_decode_workers(running: int) -> list[WorkerSnapshot]:
+    """Computing a token takes 1 ms, and a running sequence costs 24 ms."""
+    rates = WorkerRates(
+        PrefillRate(0.0, 1e-3, 0.0), DecodeRate(0.0, 1e-3), 512, 16 << 10, measured=True
+    )
+    pull = {"p": FAST}
+    return [
+        worker("keeper", rates=rates, pairs=pull, num_running=running),
+        worker("idle", rates=rates, pairs=pull),
+        worker("p", "prefill", rates=rates),
+    ]
+
+
+def where(work: Work, workers: list[WorkerSnapshot], matches: dict[str, int]) -> str:
+    placement = choose(work, workers, matches, Random(0))
+    assert placement is not None
+    return placement.decode.worker_id
+
+
+def test_a_turn_stays_on_the_worker_that_has_its_history() -> None:
+    workers = two_decode_workers(running=20)  # 480 ms more than the idle one
+    assert where(Work(1000), workers, {"keeper": 50}) == "idle"
+    assert where(IN_SESSION, workers, {"keeper": 50}) == "keeper"  # 800 tokens: 800 ms
+
+
+def test_a_turn_leaves_a_worker_that_is_too_busy() -> None:
+    workers = two_decode_workers(running=40)  # 960 ms
+    assert where(IN_SESSION, workers, {"keeper": 50}) == "idle"
+
+
+def test_what_other_workers_hold_as_well_keeps_no_turn() -> None:
+    """A whole application may send one prompt_cache_key, with one system prompt."""
+    workers = two_decode_workers(running=20)
+    assert where(IN_SESSION, workers, {"keeper": 50, "idle": 50}) == "idle"
+    assert where(IN_SESSION, workers, {"keeper": 50, "idle": 25}) == "idle"
+    assert where(IN_SESSION, workers, {"keeper": 62, "idle": 25}) == "keeper"
+
+
+def test_a_turn_stays_on_no_worker_that_refused_it_or_drains() -> None:
+    workers = two_decode_workers(running=0)
+    placement = choose(
+        IN_SESSION, workers, {"keeper": 50}, Random(0), refused=frozenset(("keeper/1",))
+    )
+    assert placement is not None
+    assert placement.decode.worker_id == "idle"
+    draining = [replace(workers[0], state="draining"), *workers[1:]]
+    assert where(IN_SESSION, draining, {"keeper": 50}) == "idle"
+
+
+@given(st.lists(counts, min_size=2, max_size=6), st.lists(counts, min_size=6, max_size=6))
+def test_a_turn_costs_at_most_what_it_saves(running: list[int], depths: list[int]) -> None:
+    rates = WorkerRates(PrefillRate(0.0, 1e-3, 0.0), DecodeRate(0.0, 1e-3), 512, measured=True)
+    workers = [worker(f"w{n}", rates=rates, num_running=count) for n, count in enumerate(running)]
+    matches = {w.worker_id: depth % 63 for w, depth in zip(workers, depths, strict=False)}
+    placement = choose(IN_SESSION, workers, matches, Random(0))
+    assert placement is not None
+    chosen = decode_cost(IN_SESSION, placement.decode, matches, producers=())
+    least = min(decode_cost(IN_SESSION, w, matches, producers=()) for w in workers)
+    assert chosen - least <= 1.0 + 8e-3 + 1e-9

@@ -19,7 +19,7 @@ from tandem.net.security.limits import NO_LIMITS, Limits, changed
 from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.delta import Usage
 from tandem.router.request.request import ClientRequest
-from tandem.router.request.retention import is_of_session
+from tandem.router.request.session import SESSION_HEADERS, session_in_user_id, session_of
 
 USER = {"role": "user", "content": "Hello!"}
 MARK = {"type": "ephemeral"}
@@ -187,22 +187,66 @@ def sent(**headers: Sequence[str]) -> Any:
 
 
 def test_headers_name_a_session() -> None:
-    assert not is_of_session(sent())
-    assert is_of_session(sent(x_session_id=["a b"]))
-    assert is_of_session(sent(x_correlation_id=[" 7 ", "8"]))
+    assert session_of(sent()) == ""
+    assert session_of(sent(x_session_id=["a b"])) == "a b"
+    assert session_of(sent(x_correlation_id=[" 7 ", "8"])) == "7"
+    assert session_of(sent(x_correlation_id=["once"], x_claude_code_session_id=["s"])) == "s"
+    for name in SESSION_HEADERS:
+        assert session_of(lambda asked, name=name: ["s"] if asked == name else []) == "s"  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("value", ["", "  ", "x" * 257, "ä", "a\x00b"])
 def test_a_header_that_names_no_session_is_refused(value: str) -> None:
     with pytest.raises(BadRequest, match="x-session-id must have 1 to 256 printable"):
-        is_of_session(sent(x_session_id=[value]))
+        session_of(sent(x_session_id=[value]))
+
+
+@pytest.mark.parametrize(
+    ("user_id", "session"),
+    [
+        ("user_9f_account_4e-1_session_7c2d-11", "7c2d-11"),
+        ('{"device_id": "9f", "session_id": "7c2d-11"}', "7c2d-11"),
+        ("user_9f", ""),
+        ("", ""),
+        (None, ""),
+        (7, ""),
+        ('{"session_id": 7}', ""),
+        ('{"session_id"', ""),
+        ("{" * 500, ""),
+        ("user_session_" + "x" * 2000, ""),
+    ],
+)
+def test_claude_code_names_its_session_in_the_user_id(user_id: object, session: str) -> None:
+    assert session_in_user_id(user_id) == session
+    asked = {"messages": [USER], "max_tokens": 5, "metadata": {"user_id": user_id}}
+    (request,) = parse_messages(asked, "id").requests
+    assert request.session == session
+
+
+@pytest.mark.parametrize("metadata", [None, 7, [], {}, {"user_id": {}}])
+def test_other_metadata_of_a_message_is_accepted(metadata: object) -> None:
+    asked = {"messages": [USER], "max_tokens": 5, "metadata": metadata}
+    (request,) = parse_messages(asked, "id").requests
+    assert request.session == ""
+
+
+def test_a_cache_key_names_a_session_in_every_api_of_openai() -> None:
+    for body in (
+        parse_chat({"messages": [USER], "prompt_cache_key": "chat 7"}, "id"),
+        parse_completion({"prompt": "Hello!", "prompt_cache_key": "chat 7"}, "id"),
+    ):
+        assert body.requests[0].session == "chat 7"
+    response = validate(ResponsesBody, {"input": "Hello!", "prompt_cache_key": "chat 7"})
+    assert parse_response(response, (), "id").chat.requests[0].session == "chat 7"
+    message = pb.GenerateRequest(text="Hello!", prompt_cache_key="chat 7")
+    assert parse_request(message.SerializeToString()).session == "chat 7"
 
 
 def test_what_a_worker_is_asked_for() -> None:
     weighted = Limits(weight=7)
     once = ClientRequest("x", limits=weighted)
     assert once.wishes == Retention(weight=7)
-    assert ClientRequest("x", is_of_session=True).wishes.returns
+    assert ClientRequest("x", session="s").wishes.returns
     pinned = ClientRequest("x", retention=Retention(pin_s=300.0), limits=weighted)
     assert pinned.wishes == Retention(returns=True, pin_s=300.0, weight=7)
 

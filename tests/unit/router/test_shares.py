@@ -70,3 +70,16 @@ def test_a_pause_of_many_days_leaves_no_share() -> None:
     assert shares.share("a") == 0.0
     shares.sent("a", 2.0, week_s)
     assert shares.share("a") == 2.0
+
+
+def test_a_share_says_how_busy_a_worker_has_been() -> None:
+    shares = Shares()
+    shares.join("half", 0.0)
+    assert shares.full_share(0.0) == 0.0
+    for second in range(4 * int(REBASE_S)):
+        shares.rebase(second)
+        if second % 10 < 5:
+            shares.sent("half", 1.0, second)
+        if second % 50_000 == 100:
+            busy = shares.share("half") / shares.full_share(second)
+            assert busy == pytest.approx(0.5, abs=0.03)

@@ -21,6 +21,7 @@ from tandem.transfer.reads.messages import (
     RemotePool,
     SomeHeads,
 )
+from tandem.transfer.reads.pull import EqualSizes, MixedSizes
 from tests.grouped_toy import STATE, GroupedToyRunner
 from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
 
@@ -176,6 +177,20 @@ def test_a_pull_is_read_in_pieces_of_the_given_size(
     for _ in range(2):
         assert bench.consumer.poll() == []
     assert len(bench.agents[0].reads) == num_pieces
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 8, 23, 24, 1000])
+def test_blocks_of_equal_sizes_are_cut_as_mixed_ones_are(piece_bytes: int) -> None:
+    equal, mixed = EqualSizes(7, 8), MixedSizes(np.full(7, 8))
+    assert equal.num_blocks == mixed.num_blocks
+    first = 0
+    while first < equal.num_blocks:
+        end = equal.end(first, piece_bytes)
+        assert end == mixed.end(first, piece_bytes) == min(7, first + max(1, piece_bytes // 8))
+        assert equal.num_bytes(first, end) == mixed.num_bytes(first, end)
+        ids = np.arange(7)
+        assert ids[equal.indices(first, end)].tolist() == ids[mixed.indices(first, end)].tolist()
+        first = end
 
 
 def test_pieces_have_the_given_size_if_blocks_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,26 @@ def test_the_option_is_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         config(float("nan"))
 
 
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_only_decode_workers_load_a_draft_model(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    seen: list[WorkerConfig] = []
+    for name in ("CLUSTER_ID", "REDIS_URL", "CLUSTER_TOKEN"):
+        monkeypatch.setenv(f"TANDEM_{name}", "x")
+
+    async def run(config: WorkerConfig, engine_module: str) -> None:
+        seen.append(config)
+
+    monkeypatch.setattr(worker_main, "_run", run)
+    monkeypatch.setattr("tandem.net.observability.logs.configure_logging", lambda process: None)
+    setting = '{"method": "draft_model", "model": "d", "num_speculative_tokens": 4}'
+    command = ["worker", "--role", role, "--model", "m"]
+    for given in (setting, "off"):
+        monkeypatch.setattr("sys.argv", [*command, "--speculative-config", given])
+        worker_main.main()
+    used = {"decode": [setting, "off"], "prefill": ["auto", "off"]}[role]
+    assert [each.engine.speculative_config for each in seen] == used
+
+
 async def test_a_command_to_a_stopped_engine_is_dropped_in_silence() -> None:
     """The future of a send on a closed socket would fail, with nobody to hear of it."""
     link = EngineLink(config(1.0), "1")

@@ -2,10 +2,12 @@
 operators' web page at `/`."""
 
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI, HTTPException, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from tandem.api.admin.adapters import add_adapter_routes
@@ -20,17 +22,16 @@ from tandem.api.routes.generation import GenerationRoutes
 from tandem.api.routes.health import add_health_routes
 from tandem.api.routes.requests import add_request_route
 from tandem.api.routes.usage import add_usage_route
+from tandem.api.served_model import ServedModel, served_model
 from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest
 from tandem.net.security.access import Access
 from tandem.net.security.audit_trail import ENTRIES_MAX, AuditTrail
 from tandem.net.security.key_service import KeyService
-from tandem.router.index.audit import IndexAudit
-from tandem.router.metrics.router import Metrics
+from tandem.router.metrics.models import Labelled, merged
 from tandem.router.metrics.vllm_names import VllmMetrics
-from tandem.router.request.generator import Generator
+from tandem.router.request.models import Models
 from tandem.router.scaling.adapters import AdapterControl
-from tandem.router.scaling.control import ClusterControl
 
 CHAT_PATH = "/v1/cluster/chat"
 PAGE_FOLDER = Path(__file__).with_name("page")
@@ -60,15 +61,16 @@ _PAGE_HEADERS = {
 
 def make_admin_app(
     config: RouterConfig,
-    generator: Generator,
-    control: ClusterControl,
-    metrics: Metrics,
-    audit: IndexAudit,
+    served: Sequence[ServedModel],
+    pages: Mapping[str, PageFeed],
     access: Access,
     keys: KeyService,
     trail: AuditTrail,
-    feed: PageFeed,
 ) -> FastAPI:
+    """Builds the app of the admin HTTP port for a router that serves these models. `pages` has what
+    the page shows, by group."""
+    models = Models(*(each.generator for each in served))
+    first = served[0]
     app = FastAPI(
         title="Tandem, for operators",
         redirect_slashes=False,
@@ -77,19 +79,21 @@ def make_admin_app(
     )
     install_handlers(app)
     app.add_middleware(AdminGuard, config=config, access=access, trail=trail)
-    add_health_routes(app, generator)
-    add_cluster_routes(app, config, generator, control, audit)
+    add_health_routes(app, models)
+    add_cluster_routes(app, config, served)
     add_key_routes(app, config, keys, trail)
-    add_request_route(app, generator, trail)
-    add_usage_route(app, generator)
-    add_adapter_routes(app, config, AdapterControl(control, generator, trail))
-    add_chat_route(app, config, generator)
+    add_request_route(app, models, trail)
+    add_usage_route(app, first.generator)
+    add_adapter_routes(app, config, AdapterControl(first.control, models, trail))
+    add_chat_route(app, config, models)
     add_page_routes(app)
 
     @app.get(LIVE_PATH)
-    async def live() -> Response:
-        """Streams what the page shows, as server-sent events: all of it, then what changes."""
-        return LiveStream(feed)
+    async def live(request: Request) -> Response:
+        """Streams what the page shows of the first model, or of the one that the query parameter
+        `model` names, as server-sent events: all of it, then what changes."""
+        model = served_model(served, request.query_params.get("model", ""))
+        return LiveStream(pages[model.config.group])
 
     @app.get("/v1/cluster/audit")
     async def entries(request: Request) -> Response:
@@ -99,7 +103,7 @@ def make_admin_app(
     @app.get("/v1/cluster/events")
     async def events(request: Request) -> Response:
         """Returns the last events and changes at all routers, the newest first."""
-        found = await control.view.events.read(_limit(request), trail)
+        found = await first.view.events.read(_limit(request), trail)
         return JsonResponse({"events": found})
 
     @app.get("/metrics")
@@ -107,11 +111,9 @@ def make_admin_app(
         """Returns the router's metrics; with `?names=vllm` under vLLM's names."""
         match request.query_params.get("names", "tandem"):
             case "tandem":
-                text = generate_latest(metrics.registry)
+                text = generate_latest(_metrics(served))
             case "vllm":
-                workers = [worker.record for worker in control.view.known()]
-                named = VllmMetrics(metrics.registry, workers, generator.served_name)
-                text = generate_latest(named)
+                text = generate_latest(merged([_vllm_metrics(each) for each in served]))
             case _:
                 raise BadRequest(
                     "the query parameter `names` must be tandem or vllm", param="names"
@@ -119,6 +121,19 @@ def make_admin_app(
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+def _metrics(served: Sequence[ServedModel]) -> Collector:
+    """Returns the metrics of all models. If there are several, the metrics that each model has for
+    itself have the label `model_name`."""
+    if len(served) == 1:
+        return served[0].metrics.registry
+    return merged([Labelled(each.metrics.registry, each.generator.served_name) for each in served])
+
+
+def _vllm_metrics(served: ServedModel) -> Collector:
+    workers = [w.record for w in served.view.known() if w.record.has_kv]
+    return VllmMetrics(served.metrics.registry, workers, served.generator.served_name)
 
 
 def _limit(request: Request) -> int:
@@ -132,7 +147,7 @@ def _limit(request: Request) -> int:
     return int(limit)
 
 
-def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
+def add_chat_route(app: FastAPI, config: RouterConfig, models: Models) -> None:
     """Adds the chat route of the operators' page.
 
     The public port also has a chat route, but the page cannot use that route: the page's content
@@ -140,7 +155,7 @@ def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> 
     requires an operator's key, a body of type `application/json`, and no foreign `Origin`.
     """
 
-    routes = GenerationRoutes(config, generator)
+    routes = GenerationRoutes(config, models)
 
     @app.post(CHAT_PATH)
     async def chat(request: Request) -> Response:
@@ -149,7 +164,9 @@ def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> 
         request.state.client_id = ""
         body, headers = await routes.read(request, ChatBody)
         parsed = parse_chat(body, request.state.request_id)
-        replies = Replies(parsed, generator.name_of(parsed.requests[0].model), routes.tokenizer)
+        name = parsed.requests[0].model
+        generator = routes.model(request, name)
+        replies = Replies(parsed, generator.name_of(name), generator.tokenizer)
         return await routes.answer(request, parsed.requests, replies, headers, stream=parsed.stream)
 
 

@@ -2,6 +2,7 @@
 audits."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,15 +13,16 @@ from starlette.responses import Response
 from tandem.api.http.body import parse_object, read_body, read_json_object
 from tandem.api.http.errors import JsonResponse
 from tandem.api.http.guard import RESET_PATH, caller
+from tandem.api.served_model import ServedModel
+from tandem.common.config.cluster import pool_name, role_of
 from tandem.common.config.router import RouterConfig
 from tandem.common.perf_model.predict import queue_seconds
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.errors import BadRequest
 from tandem.net.observability.log_file import LogPosition
 from tandem.prefix_index.audit import Differences
-from tandem.router.index.audit import IndexAudit
 from tandem.router.request.generator import Generator
-from tandem.router.scaling.control import ClusterControl
+from tandem.router.scaling.controls import ClusterControls
 from tandem.router.scaling.worker_log import read_own_log, read_worker_log
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
@@ -39,15 +41,17 @@ _RECORD_FIELDS = (
 )
 _PROCESS_FIELDS = ("address", "metrics_address", "host", "pid", "epoch", "started_at", "model")
 _KV_FIELDS = ("compute_dtype", "numerics", "block_size")
+# What each of several models has for itself in the cluster state.
+_MODEL_FIELDS = ("model", "max_model_len", "headline", "router", "autoscale")
 
 
 def add_cluster_routes(
     app: FastAPI,
     config: RouterConfig,
-    generator: Generator,
-    control: ClusterControl,
-    audit: IndexAudit,
+    served: Sequence[ServedModel],
 ) -> None:
+    """Adds the routes for a router that serves these models."""
+    control = ClusterControls(*(each.control for each in served))
 
     async def read_allowed(request: Request, *names: str) -> dict[str, Any]:
         body = await read_json_object(request, config)
@@ -60,9 +64,15 @@ def add_cluster_routes(
 
     @app.get("/v1/cluster")
     async def state() -> Response:
-        """Returns the state of the cluster: workers, pools, troubles and the autoscaler."""
-        pools = await control.sizes.pools()
-        return JsonResponse(cluster_state(config, generator, control.view, pools))
+        """Returns the state of the cluster: workers, pools, troubles and the autoscaler. With
+        several models, `models` has what each has for itself."""
+        states = {
+            each.config.group: cluster_state(
+                each.config, each.generator, each.view, await each.control.sizes.pools()
+            )
+            for each in served
+        }
+        return JsonResponse(_merged(states) if len(served) > 1 else states[config.group])
 
     @app.post("/v1/cluster", status_code=202)
     async def scale(request: Request) -> Response:
@@ -99,7 +109,7 @@ def add_cluster_routes(
         if worker_id == config.router_id:
             text, end = await read_own_log(after)
         else:
-            text, end = await read_worker_log(control, worker_id, after)
+            text, end = await read_worker_log(control.of(worker_id), worker_id, after)
         return JsonResponse({"text": text.decode(errors="replace"), "after": str(end)})
 
     @app.post(RESET_PATH)
@@ -121,8 +131,11 @@ def add_cluster_routes(
         body = await read_json_object(request, config)
         if not isinstance(body.get("all", False), bool) or body.keys() - {"all"}:
             raise BadRequest('the body must be {} or {"all": true}', param="all")
-        found = await audit.verify(everything=body.get("all", False))
-        return JsonResponse({"workers": {name: _audited(f) for name, f in found.items()}})
+        workers: dict[str, Any] = {}
+        for each in served:
+            found = await each.audit.verify(everything=body.get("all", False))
+            workers |= {name: _audited(differences) for name, differences in found.items()}
+        return JsonResponse({"workers": workers})
 
 
 def cluster_state(
@@ -148,6 +161,34 @@ def cluster_state(
             "decisions": [{"pool": d.role, "size": d.to, "why": d.line} for d in view.decisions],
         },
         "workers": [_worker(w, view) for w in workers],
+    }
+
+
+def _merged(states: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Merges the states of several models, by the groups of their pools. The pools of a further
+    model have the name of its group before."""
+    first = next(iter(states.values()))
+    routers = [state["router"] for state in states.values()]
+    return {
+        **first,
+        "router": next((each for each in routers if each["ready"]), first["router"]),
+        "pools": {
+            pool_name(group, role_of(name)): pool
+            for group, state in states.items()
+            for name, pool in state["pools"].items()
+        },
+        **{
+            name: [
+                {**row, "pool": pool_name(group, role_of(row["pool"]))}
+                for group, state in states.items()
+                for row in state[name]
+            ]
+            for name in ("known_workers", "workers")
+        },
+        "models": [
+            {"group": group, **{name: state[name] for name in _MODEL_FIELDS}}
+            for group, state in states.items()
+        ],
     }
 
 

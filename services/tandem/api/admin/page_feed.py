@@ -42,12 +42,13 @@ from tandem.api.admin.snapshot import (
 from tandem.api.http.stream import until_disconnect
 from tandem.common.config.router import RouterConfig
 from tandem.common.process.cancellation import cancel
+from tandem.common.process.ticks import sleep_until_tick
 from tandem.errors import QueueFull, TandemError
 from tandem.net.security.access import Access
 from tandem.net.security.audit_trail import AuditTrail
 from tandem.net.store.client import UNREACHABLE
 from tandem.net.store.cluster_event import ClusterEvent
-from tandem.net.store.traffic import write_traffic
+from tandem.net.store.traffic import Traffic, write_traffic
 from tandem.router.metrics.history import COLUMNS, STEP_S, History, sums_of
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
@@ -118,6 +119,8 @@ class PageFeed:
         """`public` has the access rules of the public listener."""
         self.config = config
         self.is_closed = False
+        # the feeds of all models of the router, that of the first model first
+        self.siblings: list[PageFeed] = [self]
         self._generator = generator
         self._control = control
         self._view = control.view
@@ -197,6 +200,7 @@ class PageFeed:
             self._events,
             self._metrics,
             self._history.queued_s(),
+            [each.model for each in self.siblings],
             needs_key=self._public.needs_key,
             started_at=self._started_at,
             now=now,
@@ -257,13 +261,24 @@ class PageFeed:
         if not self._viewers:
             self._metrics.flows.take()  # No page shows the collected flows, so they are discarded.
 
+    @property
+    def model(self) -> str:
+        """Name of the model that the feed shows."""
+        return self._generator.served_name
+
+    def traffic(self) -> Traffic:
+        """Returns the counts of the model's requests."""
+        return self._history.traffic(self._generator.requests.num_in_router())
+
     async def _sample_loop(self) -> None:
         redis, cluster = self._view.redis, self.config.cluster
         while True:
-            await asyncio.sleep(STEP_S)
+            await sleep_until_tick(STEP_S)
             self.sample(time.time())
+            if self.siblings[0] is not self:
+                continue  # the feed of the first model writes the counts of all models
+            traffic = sum((each.traffic() for each in self.siblings[1:]), self.traffic())
             with contextlib.suppress(*UNREACHABLE):
-                traffic = self._history.traffic(self._generator.requests.num_in_router())
                 await write_traffic(redis, cluster.cluster_id, self.config.router_id, traffic)
 
     async def _read_events_loop(self) -> None:

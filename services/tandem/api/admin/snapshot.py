@@ -20,7 +20,7 @@ A snapshot contains no prompt, no generated text and no API key.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -78,6 +78,7 @@ def take_snapshot(
     events: list[ClusterEvent],
     metrics: Metrics,
     queued_s: Mapping[str, float],
+    models: Sequence[str],
     *,
     needs_key: bool,
     started_at: float,
@@ -85,7 +86,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Collects the cluster's state at `now`. `started_at` is the time when this router started.
     Both times are in seconds since the epoch. `needs_key` is True if the public listener serves
-    only calls with an API key. `queued_s` is `History.queued_s`."""
+    only calls with an API key. `queued_s` is `History.queued_s`. `models` has the names of all
+    models of the router."""
     rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
     reason = generator.not_ready_reason()
     wrong = view.cluster_problems().values()
@@ -124,6 +126,8 @@ def take_snapshot(
         "started_at": started_at,
         "cluster_id": config.cluster.cluster_id,
         "model": generator.served_name,
+        "models": list(models),
+        "group": config.group,
         "max_model_len": generator.max_model_len,
         "redis": view.redis_state,
         "is_ready": not reason,

@@ -27,7 +27,7 @@ from tandem.api.openai.fields import FieldPolicy, each
 from tandem.api.openai.files import decode_text
 from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.requests import parse_chat, validate
-from tandem.api.openai.structured import Strict
+from tandem.api.openai.structured import Strict, StructuredOutputs
 from tandem.api.openai.tools import IMAGE_LEFT_OUT, arguments_of, drop_tools, kind_of
 from tandem.common.printable import shorten
 from tandem.common.retention import PRIORITY_DEFAULT
@@ -35,6 +35,7 @@ from tandem.errors import BadRequest, ThreadNotFound
 from tandem.router.request.allowed import ALLOWED
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.retention import TTLS_S
+from tandem.router.request.session import session_in_user_id
 
 # Names of fields in OpenAI's chat API -> names of the corresponding fields in this API. Error
 # messages use the names of this API.
@@ -47,15 +48,23 @@ NAMES = {
 }
 # The same, for the header `warning`.
 HINT_NAMES = {"reasoning_effort": "output_config.effort"}
+# The default edit of Claude Code, which changes no conversation, in its two forms
+_KEEPS_ALL = tuple(
+    {"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})
+)
 _POLICY = FieldPolicy(
     records=frozenset(
         (
-            *("betas", "diagnostics", "inference_geo", "metadata", "service_tier"),
+            *("betas", "diagnostics", "inference_geo", "service_tier"),
             *("user_profile_id", "workspace_id"),
         )
     ),
     # `container` and `mcp_servers` are about tools that Anthropic's servers run.
-    hints={**each("container", "mcp_servers"), "speed": ("standard",)},
+    hints={
+        **each("container", "mcp_servers"),
+        "speed": ("standard",),
+        "context_management": ({"edits": []}, *({"edits": [edit]} for edit in _KEEPS_ALL)),
+    },
 )
 _ALLOWED = {
     "messages": "a non-empty list of messages, each with a role (user, assistant or system) and a "
@@ -68,19 +77,20 @@ _ALLOWED = {
     "tools that Anthropic's servers run are not supported",
     "tool_choice": 'an object with the type "auto", "any", "tool" (with name) or "none"',
     "thinking": 'an object with the type "enabled", "disabled" or "adaptive"',
-    "context_management": 'an object with edits that change nothing, such as {"edits": [{"type": '
-    '"clear_thinking_20251015", "keep": "all"}]}',
+    "context_management": "an object with edits that do not change the conversation, such as "
+    '{"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}',
     "thread": 'an object with the type "create", or with the type "continue" and a '
     "previous_message_id",
-    "output_config": 'an object with effort ("low", "medium", "high", "xhigh" or "max") and '
-    'format, such as {"type": "json_schema", "schema": {...}}',
+    "output_config": 'an object with effort, such as "low", and format, such as '
+    '{"type": "json_schema", "schema": {...}}',
     "output_format": 'an object such as {"type": "json_schema", "schema": {...}}; it cannot be '
     "sent together with output_config.format, its newer name",
     "cache_control": 'an object with the type "ephemeral" and a ttl of "5m" or "1h"',
 }
 _TEXTS = ("text", "document", "search_result")  # types of blocks that become text
+_RESULTS = (*_TEXTS, "tool_reference")  # the same, in the result of a tool
 _KINDS = {
-    "system": ("text",),
+    "system": ("text", "tool_addition", "tool_removal"),
     "user": (*_TEXTS, "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
 }
@@ -233,7 +243,74 @@ class SearchResultBlock(_Markable):
         return "\n".join((self.title, self.source, _text(self.content)))
 
 
-_TextLike = TextBlock | DocumentBlock | SearchResultBlock
+class ToolReferenceBlock(_Markable):
+    """A tool that the client's own search has found. Its definition is in `tools`."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return f"The tool {self.tool_name} is available."
+
+
+class Tool(_Markable):
+    """A function of the client's own. Anthropic's other tools have a type with a date."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.input_schema
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": function}
+
+
+def _check_tool(tool: object) -> object:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        raise _wrong(
+            "the tool has the type {kind}; only tools that the client runs are supported",
+            kind=repr(kind[:40]),
+        )
+    return tool
+
+
+class _ToolByName(_Part):
+    type: Literal["tool_reference"]
+    name: str
+
+
+class _ToolDefinition(_Part):
+    type: Literal["tool_definition"]
+    definition: Annotated[Tool, BeforeValidator(_check_tool)]
+
+    @property
+    def name(self) -> str:
+        return self.definition.name
+
+
+class ToolChangeBlock(_Markable):
+    """A change of the tools within the conversation, which becomes a text. An added tool is one of
+    the tools of the whole conversation, because chat templates write them before all messages."""
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: Annotated[_ToolByName | _ToolDefinition, Field(discriminator="type")]
+
+    @property
+    def text(self) -> str:
+        is_added = self.type == "tool_addition"
+        return f"The tool {self.tool.name} is {'now' if is_added else 'no longer'} available."
+
+
+_TextLike = TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | ToolChangeBlock
 
 
 class ImageSource(_Part):
@@ -285,7 +362,7 @@ class ToolResultBlock(_Markable):
     tool_use_id: str
     content: Annotated[
         list[Annotated[_TextLike, Field(discriminator="type")]],
-        BeforeValidator(lambda sent: _as_blocks(sent or [], _TEXTS)),
+        BeforeValidator(lambda sent: _as_blocks(sent or [], _RESULTS)),
     ] = []
     is_error: bool = False
 
@@ -350,35 +427,6 @@ class InputMessage(_Part):
         return message
 
 
-class Tool(_Markable):
-    """A function of the client's own. Anthropic's other tools have a type with a date."""
-
-    type: Literal["custom"] | None = None
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-
-    def to_chat(self) -> dict[str, Any]:
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = self.input_schema
-        if self.strict is not None:
-            function["strict"] = self.strict
-        return {"type": "function", "function": function}
-
-
-def _check_tool(tool: object) -> object:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        raise _wrong(
-            "the tool has the type {kind}; only tools that the client runs are supported",
-            kind=repr(kind[:40]),
-        )
-    return tool
-
-
 class AnthropicToolChoice(_Part):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -421,40 +469,115 @@ class OutputConfig(Strict):
     model_config = ConfigDict(strict=True, extra="ignore")
     field_policy = FieldPolicy(hints=each("task_budget"))
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = None
     format: OutputFormat | None = None
 
     def to_chat(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         if self.effort is not None:
-            fields["reasoning_effort"] = "xhigh" if self.effort == "max" else self.effort
+            fields["reasoning_effort"] = self.effort
         if self.format is not None:
             schema = {"name": "output", "schema": self.format.schema_, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
 
 
+class _Amount(_Part):
+    type: Literal["input_tokens", "tool_uses", "thinking_turns", "all"]
+    value: int = Field(0, ge=0)
+
+
+_CHARACTERS_PER_TOKEN, _TOKENS_PER_IMAGE = 4, 1600  # estimated
+
+
+class ClearThinking(_Part):
+    """An edit that removes thinking from all but the last answers with thinking."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | _Amount = _Amount(type="thinking_turns", value=1)
+
+    def changes(self, messages: Sequence["InputMessage"]) -> bool:
+        if self.keep == "all" or self.keep.type == "all":
+            return False
+        with_thinking = [
+            m for m in messages if any(isinstance(block, ThinkingBlock) for block in m.content)
+        ]
+        return len(with_thinking) > self.keep.value
+
+
+class ClearToolUses(_Part):
+    """An edit that removes the oldest results of tools from a long conversation."""
+
+    type: Literal["clear_tool_uses_20250919"]
+    trigger: _Amount = _Amount(type="input_tokens", value=100_000)
+    keep: _Amount = _Amount(type="tool_uses", value=3)
+    exclude_tools: list[str] = []
+
+    def changes(self, messages: Sequence["InputMessage"]) -> bool:
+        uses = [block for m in messages for block in m.content if isinstance(block, ToolUseBlock)]
+        num_clearable = sum(block.name not in self.exclude_tools for block in uses)
+        if num_clearable <= self.keep.value:
+            return False
+        if self.trigger.type == "tool_uses":
+            return len(uses) > self.trigger.value
+        return _is_longer(messages, self.trigger.value)
+
+
+class Compact(_Part):
+    """An edit that replaces a long conversation by a summary."""
+
+    type: Literal["compact_20260112"]
+    trigger: _Amount = _Amount(type="input_tokens", value=150_000)
+
+    def changes(self, messages: Sequence["InputMessage"]) -> bool:
+        return _is_longer(messages, self.trigger.value)
+
+
+def _is_longer(messages: Sequence["InputMessage"], num_tokens: int) -> bool:
+    """Estimates whether the messages have more tokens than `num_tokens`."""
+    blocks = [block for m in messages for block in m.content]
+    # The tokens of an image do not depend on its bytes.
+    images = [block for block in blocks if isinstance(block, ImageBlock)]
+    num_characters = sum(
+        len(block.model_dump_json()) for block in blocks if not isinstance(block, ImageBlock)
+    )
+    num = len(images) * _TOKENS_PER_IMAGE + num_characters // _CHARACTERS_PER_TOKEN
+    return num > num_tokens
+
+
+_EDITS = ("clear_thinking_20251015", "clear_tool_uses_20250919", "compact_20260112")
+
+
 def _check_edit(edit: object) -> object:
-    kind = edit.get("type") if isinstance(edit, dict) else None
-    if isinstance(kind, str) and kind != "clear_thinking_20251015":
+    kind = kind_of(edit)
+    if kind is not None and kind not in _EDITS:
         raise _wrong(
-            "the edit has the type {kind}; edits that change the conversation are not supported",
+            "the edit has the type {kind}; allowed are {allowed}",
             kind=repr(kind[:40]),
+            allowed=", ".join(_EDITS),
         )
     return edit
 
 
-class ClearThinking(Strict):
-    """An edit of the conversation that clears nothing."""
-
-    type: Literal["clear_thinking_20251015"]
-    keep: Annotated[
-        Literal["all"], BeforeValidator(lambda keep: "all" if keep == {"type": "all"} else keep)
-    ]
-
-
 class ContextManagement(Strict):
-    edits: list[Annotated[ClearThinking, BeforeValidator(_check_edit)]] = []
+    edits: list[
+        Annotated[
+            Annotated[ClearThinking | ClearToolUses | Compact, Field(discriminator="type")],
+            BeforeValidator(_check_edit),
+        ]
+    ] = []
+
+    def check(self, messages: Sequence["InputMessage"]) -> None:
+        """Raises BadRequest for an edit that would change these messages, because the server edits
+        no conversation."""
+        for index, edit in enumerate(self.edits):
+            if edit.changes(messages):
+                raise BadRequest(
+                    f"context_management must be {_ALLOWED['context_management']} "
+                    f"(context_management.edits.{index}: {edit.type} would change this "
+                    "conversation; leave it out, and shorten the conversation in the client)",
+                    param="context_management",
+                )
 
 
 class Thread(_Part):
@@ -505,6 +628,7 @@ class CountTokensBody(Strict):
         None, description=_ALLOWED["context_management"]
     )
     thread: Thread | None = Field(None, description=_ALLOWED["thread"])
+    metadata: Any = None  # only a session in its `user_id` has an effect
 
     @classmethod
     def leave_out(cls, body: dict[str, Any]) -> list[str]:
@@ -529,6 +653,19 @@ class CountTokensBody(Strict):
         if isinstance(messages, list):
             body["messages"] = kept
         return dropped
+
+    def _all_tools(self) -> list[Tool]:
+        """Returns the tools, and those that messages add."""
+        names = {tool.name for tool in self.tools}
+        added = {
+            block.tool.name: block.tool.definition
+            for message in self.messages
+            for block in message.content
+            if isinstance(block, ToolChangeBlock)
+            and isinstance(block.tool, _ToolDefinition)
+            and block.tool.name not in names
+        }
+        return [*self.tools, *added.values()]
 
     def pin_s(self) -> float:
         """Returns the longest time to live of the request's `cache_control` marks, in seconds.
@@ -573,8 +710,8 @@ class CountTokensBody(Strict):
         # Where an answer was cut in its thinking, a new answer begins.
         if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
             chat["continue_final_message"] = True
-        if self.tools:
-            chat["tools"] = [tool.to_chat() for tool in self.tools]
+        if tools := self._all_tools():
+            chat["tools"] = [tool.to_chat() for tool in tools]
         if self.tool_choice is not None:
             chat["tool_choice"] = self.tool_choice.to_chat()
             chat["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
@@ -598,15 +735,23 @@ class MessagesBody(CountTokensBody):
     top_p: float = Field(1.0, description=ALLOWED["top_p"])
     top_k: int = Field(0, description=ALLOWED["top_k"])
     kv_priority: int = Field(PRIORITY_DEFAULT, description=ALLOWED["kv_priority"])
+    priority: int | None = Field(None, description=ALLOWED["priority"])
+    # an addition of vLLM to OpenAI's APIs
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description=ALLOWED["structured_outputs"]
+    )
 
     def to_chat(self) -> dict[str, Any]:
         """Converts the whole request, with its sampling options, to a body of OpenAI's chat API."""
-        same = {"max_tokens", "stream", "temperature", "top_p", "top_k", "kv_priority"}
-        return {
+        same = {"max_tokens", "stream", "temperature", "top_p", "top_k", "kv_priority", "priority"}
+        chat = {
             **super().to_chat(),
             **{name: getattr(self, name) for name in same & self.model_fields_set},
             "stop": self.stop_sequences,
         }
+        if self.structured_outputs is not None:
+            chat["structured_outputs"] = self.structured_outputs.told()
+        return chat
 
 
 def parse_messages(body: dict[str, Any], request_id: str) -> ParsedRequest:
@@ -624,13 +769,17 @@ def parse_count(body: dict[str, Any], request_id: str) -> ParsedRequest:
 def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
     if body.thread is not None:
         body.thread.find()
+    if body.context_management is not None:
+        body.context_management.check(body.messages)
     parsed = parse_chat(body.to_chat(), request_id)
     (request,) = parsed.requests
     thinking = body.thinking.wanted() if body.thinking is not None else None
     assert isinstance(request.prompt, Conversation)
     chat = replace(request.prompt, thinking=thinking)
     retention = msgspec.structs.replace(request.retention, pin_s=body.pin_s())
-    marked = replace(request, prompt=chat, retention=retention)
+    user_id = body.metadata.get("user_id") if isinstance(body.metadata, dict) else None
+    session = session_in_user_id(user_id)
+    marked = replace(request, prompt=chat, retention=retention, session=session)
     if (pinned := body.pinned()) is not None:
         begins = parse_chat(pinned.to_chat(), request_id).requests[0].prompt
         messages = begins.messages if isinstance(begins, Conversation) else ()

@@ -9,7 +9,7 @@ last.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from tandem.net.store.client import UNREACHABLE
@@ -23,15 +23,16 @@ class FrontTable:
     """The endpoint picker's table: decode worker id -> endpoint of the worker's front. `run` keeps
     the table up to date."""
 
-    def __init__(self, fronts: Fronts, view: ClusterView) -> None:
+    def __init__(self, fronts: Fronts, views: Sequence[ClusterView]) -> None:
         self.endpoints: dict[str, str] = {}
         self._fronts = fronts
-        self._view = view
+        self._views = views
 
     async def run(self) -> None:
         """Reads the endpoints of all fronts every POLL_INTERVAL_S, until the task is cancelled."""
         while True:
-            ids = [w.worker_id for w in self._view.snapshots() if w.role == "decode"]
+            workers = [w for view in self._views for w in view.snapshots()]
+            ids = [w.worker_id for w in workers if w.role == "decode"]
             try:
                 found = await self._fronts.read(ids)
             except UNREACHABLE as error:
@@ -48,7 +49,8 @@ class FrontTable:
                         "the routers in front of decode workers (--front-of) are now: %s",
                         found or "none",
                     )
-                    self._view.notify_change()
+                    for view in self._views:
+                        view.notify_change()
             await asyncio.sleep(POLL_INTERVAL_S)
 
 

@@ -21,20 +21,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tandem.api.gateway.fronts import FrontTable
-from tandem.api.gateway.prompts import read_request
+from tandem.api.gateway.prompts import named_model, read_request
+from tandem.api.served_model import ServedModel
 from tandem.common.config.router import RouterConfig
 from tandem.errors import NoWorkers, Overloaded, QueueFull, TandemError
 from tandem.net.security.access import Access
-from tandem.router.admission.tenants import TENANT_HEADER, tenant_of
-from tandem.router.metrics.router import Metrics
+from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement
 from tandem.router.placement.hint import PlacementHint, sign
-from tandem.router.request.dispatcher import Dispatcher
-from tandem.router.request.generator import REQUESTS_MAX, Generator
+from tandem.router.request.generator import REQUESTS_MAX
 from tandem.router.request.job import Job
+from tandem.router.request.models import Models
 from tandem.router.request.request import ClientRequest
-from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.request.session import session_of
+from tandem.router.request.urgency import waiting_of
 
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
 RETRY_AFTER_S = 1.0
@@ -62,6 +63,7 @@ class Pick:
     hint: str = ""  # signed names of the chosen workers, which the front reads; empty: no hint
     # The router counts this job as load of the chosen workers until `release` is called.
     job: Job | None = None
+    model: ServedModel | None = None  # the model that the request is for
 
 
 class EndpointPicker:
@@ -71,84 +73,82 @@ class EndpointPicker:
     def __init__(
         self,
         config: RouterConfig,
-        view: ClusterView,
-        generator: Generator,
-        dispatcher: Dispatcher,
+        served: Sequence[ServedModel],
         fronts: FrontTable,
         access: Access,
-        metrics: Metrics,
     ) -> None:
         self._config = config
-        self._view = view
-        self._generator = generator
-        self._dispatcher = dispatcher
+        self._served = {each.generator: each for each in served}
+        self._models = Models(*self._served)
         self.fronts = fronts
         self.access = access
-        self._metrics = metrics
         self._rng = random.Random()
         self._num_open = 0  # requests for which an endpoint is being picked now
-        # time.monotonic() until which the autoscaler sees a waiting request (`num_awaited`)
-        self._awaited_until = 0.0
 
     async def pick(self, pick_request: PickRequest, body: bytes) -> Pick:
         """Picks endpoints for a request. Raises NoWorkers if no endpoint is usable. Raises
         QueueFull or Overloaded if the cluster has no capacity for the request."""
+        model = self._model_for(pick_request, body)
+        picks = model.metrics.picks
         self._num_open += 1
         try:
-            pick = await self._pick(pick_request, body)
+            pick = await self._pick(model, pick_request, body)
         except TandemError as error:
-            self._metrics.picks.labels(reason=error.code).inc()
+            picks.labels(reason=error.code).inc()
             raise
         finally:
             self._num_open -= 1
         reason = "unread"
         if pick.job is not None and pick.job.routing.routed is not None:
             reason = pick.job.routing.routed.kind
-        self._metrics.picks.labels(reason=reason).inc()
+        picks.labels(reason=reason).inc()
         return pick
 
-    @property
-    def num_awaited(self) -> int:
-        """The number of waiting requests that the autoscaler sees. It is 1 while there is no decode
-        worker, for at most `hold_deadline_s` after a request was refused because of this, so that
-        the autoscaler starts a worker. Otherwise it is 0. Requests never really wait in a
-        picker."""
-        is_awaited = time.monotonic() < self._awaited_until
-        return int(is_awaited and not self._view.has_decode_worker())
+    def _model_for(self, pick_request: PickRequest, body: bytes) -> ServedModel:
+        """Returns the model of a request. If the request names no model of this cluster, its front
+        will refuse it, and may be that of the first model."""
+        if len(self._served) == 1:
+            return self._served[self._models.first]
+        try:
+            key = self.access.check("user", pick_request.values("authorization"), now=time.time())
+            named = named_model(pick_request.path, body)
+            return self._served[self._models.of(named, limits_of(key))]
+        except TandemError:
+            return self._served[self._models.first]
 
     def release(self, pick: Pick, *, has_token: bool) -> None:
         """Stops counting the request as load of the picked workers. The caller calls this when the
         response has started or ended. Repeated calls have no effect."""
-        if pick.job is not None:
-            self._dispatcher.note_elsewhere(pick.job, has_token=has_token)
+        if pick.job is not None and pick.model is not None:
+            pick.model.dispatcher.note_elsewhere(pick.job, has_token=has_token)
 
-    async def _pick(self, pick_request: PickRequest, body: bytes) -> Pick:
+    async def _pick(self, model: ServedModel, pick_request: PickRequest, body: bytes) -> Pick:
         if self._num_open > REQUESTS_MAX:
             raise QueueFull(
                 f"this endpoint picker already places {REQUESTS_MAX} requests, which is the "
                 "maximum; try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
-        endpoints = self._endpoints(pick_request.subset)
+        endpoints = self._endpoints(model, pick_request.subset)
         priority = self._priority(pick_request)
-        if priority < 0 and not self._dispatcher.admission.has_capacity():
+        if priority < 0 and not model.dispatcher.admission.has_capacity():
             raise Overloaded(
                 "all workers are busy, and the request's InferenceObjective has a priority below 0 "
                 "(--objectives); try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
         try:
-            async with asyncio.timeout(self._config.hold_deadline_s):
-                job = await self._prepare(pick_request, body)
+            async with asyncio.timeout(model.config.hold_deadline_s):
+                job = await self._prepare(model, pick_request, body)
                 if job is None:
                     return Pick(self._with_fallbacks(self._rng.choice(list(endpoints)), endpoints))
                 if priority > 0:
                     job.routing.is_urgent = job.routing.has_turn = True
-                placement = await self._place(job, endpoints)
+                placement = await self._place(model, job, endpoints)
         except TimeoutError:
             raise QueueFull(
                 "no worker could be chosen for the request within "
-                f"{self._config.hold_deadline_s:g} s; try again",
+                f"{model.config.hold_deadline_s:g} s; try again",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
         worker_id = placement.decode.worker_id
@@ -160,12 +160,12 @@ class EndpointPicker:
             prefill[0].worker_id if prefill else "",
         )
         signed = sign(hint, self._config.cluster.token)
-        return Pick(self._with_fallbacks(worker_id, endpoints), signed, job)
+        return Pick(self._with_fallbacks(worker_id, endpoints), signed, job, model)
 
-    def _endpoints(self, subset: frozenset[str] | None) -> dict[str, str]:
-        """Returns a dict with the ready decode workers whose front is in `subset`: worker id ->
-        endpoint of the front. Raises NoWorkers if there are none."""
-        usable = {w.worker_id for w in self._view.snapshots() if w.usable and w.role == "decode"}
+    def _endpoints(self, model: ServedModel, subset: frozenset[str] | None) -> dict[str, str]:
+        """Returns a dict with the model's ready decode workers whose front is in `subset`: worker
+        id -> endpoint of the front. Raises NoWorkers if there are none."""
+        usable = {w.worker_id for w in model.view.snapshots() if w.usable and w.role == "decode"}
         found = {
             worker_id: endpoint
             for worker_id, endpoint in self.fronts.endpoints.items()
@@ -173,7 +173,7 @@ class EndpointPicker:
             and (subset is None or endpoint in subset or endpoint.rpartition(":")[0] in subset)
         }
         if not usable:
-            self._awaited_until = time.monotonic() + self._config.hold_deadline_s
+            model.awaited_until = time.monotonic() + model.config.hold_deadline_s
         if not found:
             among = "" if subset is None else " among the endpoints that the gateway allows"
             raise NoWorkers(
@@ -192,36 +192,40 @@ class EndpointPicker:
         named = pick_request.values(OBJECTIVE_HEADER)
         return self._config.gateway.objectives.get(named[0], 0) if len(named) == 1 else 0
 
-    async def _prepare(self, pick_request: PickRequest, body: bytes) -> Job | None:
+    async def _prepare(
+        self, served: ServedModel, pick_request: PickRequest, body: bytes
+    ) -> Job | None:
         """Tokenizes the request's prompt. Returns None if the request has no prompt, or if the
         front will refuse the request."""
-        model = self._generator.model
+        generator = served.generator
+        model = generator.model
         try:
             request = read_request(pick_request.path, body, pick_request.request_id)
             if request is None or model is None:
                 return None
             request = self._with_tenant(pick_request, request)
-            return await self._generator.prepare(
-                request, model, Timeline(), self._generator.together()
-            )
+            return await generator.prepare(request, model, Timeline(), generator.together())
         except TandemError:
             return None
 
     def _with_tenant(self, pick_request: PickRequest, request: ClientRequest) -> ClientRequest:
-        """Returns the request with the tenant set. The hashes of the request's KV blocks depend on
-        the tenant."""
+        """Returns the request with the tenant and the session set. The hashes of the request's KV
+        blocks depend on the tenant."""
         key = self.access.check("user", pick_request.values("authorization"), now=time.time())
         named = pick_request.values(TENANT_HEADER)
         tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
-        return replace(request, tenant=tenant)
+        session = session_of(pick_request.values) or request.session
+        waiting = waiting_of(pick_request.values)
+        return replace(request, tenant=tenant, session=session, limits=limits_of(key), **waiting)
 
-    async def _place(self, job: Job, endpoints: Mapping[str, str]) -> Placement:
+    async def _place(self, model: ServedModel, job: Job, endpoints: Mapping[str, str]) -> Placement:
         """Chooses the workers for the job. Only decode workers with an entry in `endpoints` can be
         chosen."""
-        others = [w for w in self._view.snapshots() if w.worker_id not in endpoints]
-        job.routing.refused |= {w.epoch for w in others if w.role == "decode"}
-        placement = await self._dispatcher.place(job)
+        others = [w for w in model.view.snapshots() if w.worker_id not in endpoints]
+        job.routing.refused |= {w.epoch for w in others if w.role == "decode" or w.decodes}
+        placement = await model.dispatcher.place(job)
         if placement is None or placement.decode.worker_id not in endpoints:
+            model.dispatcher.note_elsewhere(job, has_token=False)
             raise NoWorkers(
                 "all decode workers that could take the request have just left the cluster; try "
                 "again",

@@ -7,6 +7,7 @@ from typing import Any
 from tandem.api.anthropic.errors import PATH as MESSAGES_PATH
 from tandem.api.anthropic.requests import MessagesBody, parse_messages
 from tandem.api.http.body import parse_object
+from tandem.api.ollama.requests import TAG
 from tandem.api.openai.embeddings import EmbeddingsBody
 from tandem.api.openai.requests import (
     ChatBody,
@@ -29,6 +30,15 @@ def read_request(path: str, body: bytes, request_id: str) -> ClientRequest | Non
     BadRequest."""
     read = _READ.get(path.partition("?")[0])
     return read(parse_object(body), request_id) if read is not None else None
+
+
+def named_model(path: str, body: bytes) -> str:
+    """Returns the model that a body names, whatever its route; "" if the body names none. Raises
+    BadRequest."""
+    name = parse_object(body).get("model")
+    if not isinstance(name, str):
+        return ""
+    return name.removesuffix(TAG) if path.startswith("/api/") else name
 
 
 def _chat(body: dict[str, Any], request_id: str) -> ClientRequest:

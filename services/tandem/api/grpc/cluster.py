@@ -10,10 +10,11 @@ import grpc
 import grpc.aio
 
 from tandem.api.grpc.access import CallGuard, caller
+from tandem.common.config.cluster import pool_name, role_of
 from tandem.net.rpc.tandem.v1 import cluster_pb2 as pb
 from tandem.net.security.audit_trail import Caller
 from tandem.router.scaling.adapters import AdapterControl
-from tandem.router.scaling.control import ClusterControl
+from tandem.router.scaling.controls import ClusterControls
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Cluster"].full_name
 _Answer = Callable[[Any, Caller], Awaitable[Any]]
@@ -22,8 +23,9 @@ _Answer = Callable[[Any, Caller], Awaitable[Any]]
 class GrpcCluster:
     """Serves the cluster API. The caller adds `handlers()` to a gRPC server."""
 
-    def __init__(self, control: ClusterControl, adapters: AdapterControl, guard: CallGuard) -> None:
-        self._view = control.view
+    def __init__(
+        self, control: ClusterControls, adapters: AdapterControl, guard: CallGuard
+    ) -> None:
         self._guard = guard
         self._control = control
         self._adapters = adapters
@@ -48,12 +50,14 @@ class GrpcCluster:
     async def _get_cluster(
         self, request: pb.GetClusterRequest, who: Caller
     ) -> pb.GetClusterResponse:
-        records = sorted(
-            ((w.record, w.load) for w in self._view.known()), key=lambda r: r[0].worker_id
-        )
+        known = [worker for control in self._control for worker in control.view.known()]
+        records = sorted(((w.record, w.load) for w in known), key=lambda r: r[0].worker_id)
         fields = ("wanted", "running", "ready", "serving")
-        pools = await self._control.sizes.pools()
-        pools = {name: {"wanted": s.get("replicas", 0), **s} for name, s in pools.items()}
+        pools = {
+            pool_name(control.group, role_of(role)): {"wanted": state.get("replicas", 0), **state}
+            for control in self._control
+            for role, state in (await control.sizes.pools()).items()
+        }
         return pb.GetClusterResponse(
             pools=[
                 pb.PoolState(name=name, **{f: state.get(f, 0) for f in fields})
@@ -63,7 +67,7 @@ class GrpcCluster:
                 pb.WorkerState(
                     worker_id=record.worker_id,
                     role=record.role,
-                    pool=record.pool or record.role,
+                    pool=pool_name(record.group, role_of(record.pool or record.role)),
                     state=record.state,
                     num_running=load.num_running,
                     num_waiting=load.num_waiting,
@@ -74,8 +78,9 @@ class GrpcCluster:
                 for record, load in records
             ],
             decisions=[
-                pb.AutoscaleDecision(pool=d.role, size=d.to, why=d.line)
-                for d in self._view.decisions
+                pb.AutoscaleDecision(pool=pool_name(control.group, d.role), size=d.to, why=d.line)
+                for control in self._control
+                for d in control.view.decisions
             ],
         )
 

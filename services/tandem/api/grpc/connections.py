@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from tandem.common.process.ticks import sleep_until_tick
 from tandem.net.security.clients import Clients
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,12 @@ class ConnectionShares:
         self._clients = clients
 
     async def run(self, port: int) -> None:
-        """Calls `cut` once a second, in a thread, until the task is cancelled."""
+        """Calls `cut` once a second, in a thread, until the task is cancelled. Skips the call while
+        the process has too few open files for surplus connections."""
         while True:
-            await asyncio.sleep(_INTERVAL_S)
+            await sleep_until_tick(_INTERVAL_S)
+            if 0 < _num_files() <= self._num_of_address_max:
+                continue
             if num_cut := await asyncio.to_thread(self.cut, port):
                 log.info(
                     "%d gRPC connections were closed, because one client address may have "
@@ -89,6 +93,12 @@ class ConnectionShares:
             surplus = max(0, len(connections) - self._num_of_address_max)
             num_cut += sum(_cut(connection) for connection in connections[:surplus])
         return num_cut
+
+
+def _num_files() -> int:
+    """Returns the number of this process's open files; 0 if the kernel is too old to tell it
+    without listing them (before Linux 6.2)."""
+    return os.stat("/proc/self/fd").st_size
 
 
 def _look(file: int, port: int) -> _Connection | None:

@@ -10,6 +10,7 @@ from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.router.request.allowed import name_prompt, refusal
 from tandem.router.request.delta import Delta, Usage, normalized
 from tandem.router.request.request import ClientRequest
+from tandem.router.request.urgency import priority_of
 
 
 def parse_inputs(message: pb.EmbedRequest) -> list[ClientRequest]:
@@ -27,6 +28,7 @@ def parse_inputs(message: pb.EmbedRequest) -> list[ClientRequest]:
         message.model,
         add_special_tokens=not message.HasField("add_special_tokens") or message.add_special_tokens,
         truncate_prompt_tokens=cut,
+        priority=priority_of(message.priority, None),
         request_id=uuid.uuid4().hex,
     )
 

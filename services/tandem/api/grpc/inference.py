@@ -43,6 +43,7 @@ from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, ask
 from tandem.router.request.allowed import refusal, renamed
 from tandem.router.request.delta import Delta
 from tandem.router.request.generator import Generator
+from tandem.router.request.models import Models
 from tandem.router.request.request import (
     MODEL_DEFAULTS,
     REQUEST_ID_HEADER,
@@ -50,7 +51,9 @@ from tandem.router.request.request import (
     Prompt,
     read_client_id,
 )
-from tandem.router.request.retention import asked_retention, is_of_session
+from tandem.router.request.retention import asked_retention
+from tandem.router.request.session import session_of
+from tandem.router.request.urgency import priority_of, waiting_of
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +69,10 @@ class _ClientStalled(Exception):
 class GrpcApi:
     """Serves the inference API. The caller adds `handlers()` to a gRPC server."""
 
-    def __init__(self, config: RouterConfig, generator: Generator, guard: CallGuard) -> None:
+    def __init__(self, config: RouterConfig, models: Models, guard: CallGuard) -> None:
         self._config = config
         self._guard = guard
-        self._generator = generator
+        self._models = models
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         return grpc.method_handlers_generic_handler(
@@ -125,11 +128,13 @@ class GrpcApi:
         malformed metadata."""
         key = await self._guard.check("user", context, method)
         named = _metadata(context, TENANT_HEADER)
+        session = session_of(partial(_metadata, context))
         return {
             "tenant": tenant_of(key, named, trusted=self._config.trust_tenant_header),
             "limits": limits_of(key),
             "client_id": read_client_id(_metadata(context, REQUEST_ID_HEADER)),
-            "is_of_session": is_of_session(partial(_metadata, context)),
+            **({"session": session} if session else {}),
+            **waiting_of(partial(_metadata, context)),
         }
 
     async def _embeddings(self, body: bytes, context: _Context) -> None:
@@ -137,10 +142,11 @@ class GrpcApi:
         message = _parse(pb.EmbedRequest(), body)
         with renamed(NAMES):
             dimensions = message.dimensions if message.HasField("dimensions") else None
-            check_dimensions(dimensions, self._generator)
+            generator = self._models.of(message.model, caller["limits"])
+            check_dimensions(dimensions, generator)
             requests = [replace(one, **caller) for one in parse_inputs(message)]
             answer = EmbedAnswer(requests)
-            async with aclosing(embed(self._generator, requests, _trace(context))) as deltas:
+            async with aclosing(embed(generator, requests, _trace(context))) as deltas:
                 async for delta in deltas:
                     if delta.limit_headers:
                         context.set_trailing_metadata(tuple(delta.limit_headers.items()))
@@ -151,11 +157,12 @@ class GrpcApi:
         request = replace(parse_request(body), **caller)
         wants_placement = any(map(asks, _metadata(context, PLACEMENT_HEADER)))
         wants_timing = any(map(asks, _metadata(context, TIMING_HEADER)))
-        async with aclosing(self._generator.generate(request, _trace(context))) as deltas:
+        generator = self._models.of(request.model, request.limits)
+        async with aclosing(generator.generate(request, _trace(context))) as deltas:
             async for delta in deltas:
                 trailers = dict(delta.limit_headers)
                 if delta.total is not None:
-                    warn(trailers, WITHOUT_EFFECT, self._generator.without_effect(request))
+                    warn(trailers, WITHOUT_EFFECT, generator.without_effect(request))
                 if wants_timing and delta.total is not None and delta.timeline is not None:
                     trailers["server-timing"] = delta.timeline.server_timing()
                 if trailers and delta.total is not None:
@@ -180,8 +187,8 @@ class GrpcApi:
     async def _get_request(self, body: bytes, context: _Context) -> pb.RequestRecord:
         key = await self._guard.check("user", context, "GetRequest")
         message = _parse(pb.GetRequestRequest(), body)
-        requests = self._generator.requests
         tenant = visible_tenant(key)
+        requests = self._models.log_of(message.request_id, tenant)
         try:
             found = requests.find(message.request_id, tenant).as_dict()
         except RequestNotFound as error:
@@ -197,31 +204,40 @@ class GrpcApi:
         message = _parse(pb.GetUsageRequest(), body)
         tenant = message.tenant if message.HasField("tenant") else None
         query = UsageQuery.of(message.window or "day", message.num_windows or 1, tenant, key)
-        rows = await self._generator.tenants.usage.read(query, now=time.time())
+        rows = await self._models.first.tenants.usage.read(query, now=time.time())
         return pb.GetUsageResponse(usage=[pb.TenantUsage(**asdict(row)) for row in rows])
 
     async def _list_models(self, body: bytes, context: _Context) -> pb.ListModelsResponse:
-        await self._guard.check("user", context, "ListModels")
+        key = await self._guard.check("user", context, "ListModels")
         _parse(pb.ListModelsRequest(), body)
-        if self._generator.model is None:
-            return pb.ListModelsResponse()
-        model = pb.Model(
-            id=self._generator.served_name,
-            max_model_len=self._generator.max_model_len,
-            root=self._generator.model.folder.name,
-            created=self._generator.model.created_s,
+        found = []
+        for generator in self._models:
+            allowed = self._models.names(generator, limits_of(key))
+            found += [each for each in _models_of(generator) if each.id in allowed]
+        return pb.ListModelsResponse(models=found)
+
+
+def _models_of(generator: Generator) -> list[pb.Model]:
+    """Describes a model and its adapters; empty until the model is loaded."""
+    if generator.model is None:
+        return []
+    model = pb.Model(
+        id=generator.served_name,
+        max_model_len=generator.max_model_len,
+        root=generator.model.folder.name,
+        created=generator.model.created_s,
+    )
+    adapters = [
+        pb.Model(
+            id=adapter.name,
+            max_model_len=generator.max_model_len,
+            root=adapter.name,
+            created=int(adapter.added_at),
+            parent=model.id,
         )
-        adapters = [
-            pb.Model(
-                id=adapter.name,
-                max_model_len=self._generator.max_model_len,
-                root=adapter.name,
-                created=int(adapter.added_at),
-                parent=model.id,
-            )
-            for adapter in self._generator.adapters
-        ]
-        return pb.ListModelsResponse(models=[model, *adapters])
+        for adapter in generator.adapters
+    ]
+    return [model, *adapters]
 
 
 def parse_request(body: bytes) -> ClientRequest:
@@ -244,6 +260,8 @@ def parse_request(body: bytes) -> ClientRequest:
             message.prompt_cache_key or None,
             message.kv_priority if message.HasField("kv_priority") else PRIORITY_DEFAULT,
         ),
+        session=message.prompt_cache_key,
+        priority=priority_of(message.priority, None),
         kv_budget=_kv_budget(message.kv_budget) if message.HasField("kv_budget") else None,
     )
 

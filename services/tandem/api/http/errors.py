@@ -1,4 +1,4 @@
-"""Error responses in the format of the API that was called: Anthropic's or OpenAI's.
+"""Error responses in the format of the API that was called: Anthropic's, Ollama's or OpenAI's.
 
 Once a stream has started, an error is sent as the last event of the stream. Tandem does not send
 `[DONE]` after the error as vLLM does, because `[DONE]` means that the answer is complete. OpenAI's
@@ -6,6 +6,7 @@ clients stop reading at the error event.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from starlette.types import Scope
 
 from tandem.api.anthropic import errors as anthropic
 from tandem.api.http.body import TOO_DEEP
+from tandem.api.ollama import errors as ollama
 from tandem.api.openai import errors as openai
 from tandem.errors import BadRequest, InternalError, TandemError
 
@@ -41,6 +43,8 @@ def error_response(error: TandemError, scope: Scope | None = None) -> Response:
         headers["connection"] = "close"
     if scope is not None and anthropic.is_anthropic(scope):
         return JsonResponse(anthropic.error_body(error), anthropic.status_of(error), headers)
+    if scope is not None and ollama.is_ollama(scope):
+        return JsonResponse(ollama.error_body(error), error.http_status, headers)
     return JsonResponse(openai.error_body(error), error.http_status, headers)
 
 
@@ -66,9 +70,13 @@ def install_handlers(app: FastAPI) -> None:
         if status == 405:
             headers["Allow"] = ", ".join(_allowed_methods(request))
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
-        form = anthropic if anthropic.is_anthropic(request.scope) else openai
+        plain_error: Callable[[int, str, str], dict[str, Any]] = openai.plain_error
+        if anthropic.is_anthropic(request.scope):
+            plain_error = anthropic.plain_error
+        elif ollama.is_ollama(request.scope):
+            plain_error = ollama.plain_error
         message = _not_served(request) if status == 404 else str(error.detail)
-        return JsonResponse(form.plain_error(status, message, code), status, headers)
+        return JsonResponse(plain_error(status, message, code), status, headers)
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # the client has disconnected
@@ -92,6 +100,10 @@ def _not_served(request: Request) -> str:
     """Builds the message for an unknown path. A client may have added /v1 twice or not at all, or
     slashes. If the path without this mistake is served, the message suggests it."""
     path: str = request.scope["path"]
+    if ollama.is_ollama(request.scope):
+        return (
+            f"the path {path[:80]!r} is not served here. --ollama-api serves a part of Ollama's API"
+        )
     plain = re.sub("/{2,}", "/", path).rstrip("/")
     others = (plain, plain.removeprefix("/v1") if plain.startswith("/v1/v1/") else f"/v1{plain}")
     for meant in others:

@@ -22,7 +22,7 @@ from tandem.api.anthropic.errors import is_anthropic
 from tandem.api.http.guard import public_need
 from tandem.common.config.router import RouterConfig
 from tandem.router.placement.reasons import PLACEMENT_HEADER
-from tandem.router.request.generator import Generator
+from tandem.router.request.models import Models
 from tandem.router.request.request import REQUEST_ID_HEADER, read_client_id
 
 # response headers that scripts of web pages may read, in addition to those that CORS always allows
@@ -34,9 +34,9 @@ class Front:
     """ASGI middleware that runs before the access checks of PublicGuard. It stores `request_id` and
     `client_id` in the state of the call's ASGI scope."""
 
-    def __init__(self, app: ASGIApp, config: RouterConfig, generator: Generator) -> None:
+    def __init__(self, app: ASGIApp, config: RouterConfig, models: Models) -> None:
         self._app = self._shared = app
-        self._generator = generator
+        self._models = models
         if config.cors_origins:
             self._shared = CORSMiddleware(
                 app,
@@ -62,7 +62,7 @@ class Front:
                 headers[REQUEST_ID_HEADER] = client_id or request_id
                 if is_anthropic(scope):
                     headers["request-id"] = client_id or request_id
-                if self._generator.end_reason:
+                if self._models.first.end_reason:
                     headers["connection"] = "close"
             await send(message)
 

@@ -51,7 +51,15 @@ log = logging.getLogger(__name__)
 # routes that are not listed here.
 _GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
-_UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/invocations", "/ping"))
+_SCORES = (*("/v1/rerank", "/v2/rerank", "/rerank"), *("/v1/score", "/score"))
+_CLASSES = ("/v1/classify", "/classify")
+_OLLAMA = ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show")
+_UNGUARDED = frozenset(
+    (*_GENERATIONS, *_TOKENS, *_SCORES, *_CLASSES, *_OLLAMA, "/invocations", "/ping")
+)
+# A file is sent as multipart/form-data. A foreign page can send that without a preflight, but its
+# call has the header `Origin`, which is checked.
+_UPLOADS = "/v1/files"
 # routes for operators with the same paths as in vLLM
 RESET_PATH = "/reset_prefix_cache"
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -117,7 +125,8 @@ class RequestGuard(ABC):
         needed = self.need(path)
         if scope["method"] not in ("GET", "HEAD") and not _is_unguarded(path):
             _check_origin(headers)
-            _check_json(headers)
+            if path != _UPLOADS:
+                _check_json(headers)
         key = self._access.check(needed, _credentials(scope), now=time.time())
         scope.setdefault("state", {})["key"] = key
 
@@ -211,10 +220,10 @@ def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
 
 
 def _is_unguarded(path: str) -> bool:
-    # `/v1/responses/ID` accepts DELETE. OpenAI's client sends no body with DELETE, so no content
-    # type can be required. The rule is also not needed, because web pages need a CORS preflight for
-    # DELETE.
-    return path in _UNGUARDED or path.startswith("/v1/responses/")
+    # `/v1/responses/ID` and `/v1/files/ID` accept DELETE. OpenAI's client sends no body with it, so
+    # no content type can be required. The rule is also not needed, because web pages need a CORS
+    # preflight for DELETE.
+    return path in _UNGUARDED or path.startswith(("/v1/responses/", f"{_UPLOADS}/"))
 
 
 def _credentials(scope: Mapping[str, Any]) -> list[str]:

@@ -36,6 +36,7 @@ BeforeEnd = Callable[[], Awaitable[None]]
 # A reply with more log probabilities than this is built in a thread, not in the event loop.
 _MEASURED_MAX = 256
 KEEP_ALIVE_S = 10.0
+_EVENTS = "text/event-stream"
 
 
 class ReplyFormat(Protocol):
@@ -110,7 +111,7 @@ class EventStream(Response):
         stream ends with an SSE comment that has the timeline of the choice that ended last."""
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
-            media_type="text/event-stream",
+            media_type=_EVENTS,
         )
         # The length of a stream is unknown.
         del self.headers["content-length"]
@@ -147,7 +148,8 @@ class EventStream(Response):
             async for last in self._rest:
                 await self._send_delta(send, last)
             ending = self._replies.ending()
-            if self._with_timing and last.delta.timeline is not None:
+            has_comments = self.headers["content-type"].startswith(_EVENTS)
+            if self._with_timing and has_comments and last.delta.timeline is not None:
                 timing = f": server-timing: {last.delta.timeline.server_timing()}\n\n"
                 ending = timing.encode() + ending
             return ending

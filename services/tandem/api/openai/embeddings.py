@@ -17,9 +17,14 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Discriminator, Field, Tag
 
 from tandem.api.openai.choices import generate_choices
-from tandem.api.openai.fields import FieldPolicy, each
-from tandem.api.openai.requests import OnePrompt, TextPrompt, TokenIdsPrompt, prompt_kind
-from tandem.api.openai.structured import Strict
+from tandem.api.openai.fields import FieldPolicy
+from tandem.api.openai.requests import (
+    OnePrompt,
+    PriorityFields,
+    TextPrompt,
+    TokenIdsPrompt,
+    prompt_kind,
+)
 from tandem.common.sampling_params import CHOICES_MAX, SamplingParams
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import ALLOWED, name_prompt
@@ -31,7 +36,6 @@ from tandem.router.request.request import ClientRequest
 # time.
 INPUTS_MAX = 2048
 NAMES = {"prompt": "input"}
-POOLING = {"pooling": "last", "normalized": True}
 _ALLOWED = {
     "input": "a non-empty string, a list of token ids, or a list of at most "
     f"{INPUTS_MAX} such inputs",
@@ -39,16 +43,15 @@ _ALLOWED = {
     "dimensions": "the model's own number of dimensions",
 }
 _Inputs = Annotated[list[OnePrompt], Field(min_length=1, max_length=INPUTS_MAX), Tag("list[str]")]
+InputField = Annotated[TextPrompt | TokenIdsPrompt | _Inputs, Discriminator(prompt_kind)]
 
 
-class EmbeddingsBody(Strict):
-    field_policy = FieldPolicy(records=frozenset(("user",)), hints=each("priority"))
+class EmbeddingsBody(PriorityFields):
+    field_policy = FieldPolicy(records=frozenset(("user",)))
     allowed = _ALLOWED
 
     model: str = Field("", description=ALLOWED["model"])
-    input: Annotated[TextPrompt | TokenIdsPrompt | _Inputs, Discriminator(prompt_kind)] = Field(
-        description=_ALLOWED["input"]
-    )
+    input: InputField = Field(description=_ALLOWED["input"])
     encoding_format: Literal["float", "base64"] = Field(
         "float", description=_ALLOWED["encoding_format"]
     )
@@ -58,15 +61,21 @@ class EmbeddingsBody(Strict):
 
     def to_requests(self, request_id: str) -> list[ClientRequest]:
         """Builds one request for each input. Raises the errors of the function `to_requests`."""
-        is_list = prompt_kind(self.input) == "list[str]"
-        inputs = cast("list[str | list[int]]", self.input if is_list else [self.input])
         return to_requests(
-            [one if isinstance(one, str) else tuple(one) for one in inputs],
+            prompts_of(self.input),
             self.model,
             add_special_tokens=self.add_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            priority=self.resolved_priority(),
             request_id=request_id,
         )
+
+
+def prompts_of(sent: Any) -> list[str | tuple[int, ...]]:
+    """Returns the prompts in a field of the type `InputField`."""
+    is_list = prompt_kind(sent) == "list[str]"
+    inputs = cast("list[str | list[int]]", sent if is_list else [sent])
+    return [one if isinstance(one, str) else tuple(one) for one in inputs]
 
 
 def to_requests(
@@ -75,6 +84,7 @@ def to_requests(
     *,
     add_special_tokens: bool,
     truncate_prompt_tokens: int | None,
+    priority: int,
     request_id: str,
 ) -> list[ClientRequest]:
     """Builds one request for each input. Raises BadRequest, whose message names the fields of
@@ -88,6 +98,7 @@ def to_requests(
                 SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens),
                 embed=True,
                 add_special_tokens=add_special_tokens,
+                priority=priority,
                 request_id=request_id if len(inputs) == 1 else f"{request_id}-{index}",
             )
         except BadRequest as error:
@@ -97,8 +108,11 @@ def to_requests(
 
 
 def check_dimensions(dimensions: int | None, generator: Generator) -> None:
-    """Raises BadRequest unless `dimensions` is None or the model's hidden size."""
-    if dimensions is None or generator.model is None:
+    """Raises BadRequest unless the model has embeddings, and `dimensions` is None or their size."""
+    if generator.model is None:
+        return
+    generator.model.check_task("embed")
+    if dimensions is None:
         return
     hidden_size = generator.model.folder.config.hidden_size
     if dimensions != hidden_size:

@@ -91,7 +91,7 @@ _REFUSED = {
 }
 _HINTS = {
     "spaces_between_special_tokens": (True,),
-    **each("verbosity", "prediction", "web_search_options", "moderation", "priority"),
+    **each("verbosity", "prediction", "web_search_options", "moderation"),
     **each("prompt_cache_options"),
 }
 _RECORDS = frozenset(("user", "metadata", "store", "safety_identifier", "service_tier"))

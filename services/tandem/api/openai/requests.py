@@ -44,6 +44,7 @@ from tandem.router.request.allowed import ALLOWED, name_prompt, refusal
 from tandem.router.request.conversation import Conversation, Message, SentImage
 from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, Prompt
 from tandem.router.request.retention import asked_retention
+from tandem.router.request.urgency import priority_of
 
 # Default of `max_tokens` for completions, as in OpenAI's API and vLLM. Without `max_tokens`, a chat
 # may fill the model's context.
@@ -74,6 +75,30 @@ class RetentionFields(Strict):
     def retention(self) -> Retention:
         """Converts the fields to a Retention. Raises BadRequest for values that are not allowed."""
         return asked_retention(self.prompt_cache_retention, self.prompt_cache_key, self.kv_priority)
+
+
+class AgentHints(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    priority: int | None = None
+
+
+class NvExt(Strict):
+    """Dynamo's extensions of OpenAI's API, of which only one has an effect."""
+
+    agent_hints: AgentHints | None = None
+
+
+class PriorityFields(Strict):
+    """The fields about the order of requests that wait: vLLM's and Dynamo's."""
+
+    priority: int | None = Field(None, description=ALLOWED["priority"])
+    nvext: NvExt | None = Field(None, description=ALLOWED["nvext"])
+
+    def resolved_priority(self) -> int:
+        """Returns the priority that the client sent, lower is earlier. Raises BadRequest."""
+        hints = self.nvext.agent_hints if self.nvext is not None else None
+        return priority_of(self.priority, hints.priority if hints is not None else None)
 
 
 class SentKvBudget(Strict):
@@ -215,10 +240,10 @@ class ChatMessage(BaseModel):
         return Message(role, self.content, **fields)
 
 
-class _Body(StructuredFields, BudgetField, RetentionFields):
+class _Body(StructuredFields, BudgetField, PriorityFields, RetentionFields):
     """Fields that completions and chat completions share."""
 
-    parts = {"stream_options": StreamOptions}
+    parts = {"stream_options": StreamOptions, "nvext": NvExt}
 
     model: str = Field("", description=ALLOWED["model"])
     temperature: float = Field(1.0, description=ALLOWED["temperature"])
@@ -274,6 +299,8 @@ class _Body(StructuredFields, BudgetField, RetentionFields):
             retention=self.retention(),
             kv_budget=self.budget(),
             cache_salt=self.cache_salt or "",
+            session=self.prompt_cache_key or "",
+            priority=self.resolved_priority(),
             request_id=request_id,
         )
 
@@ -388,7 +415,9 @@ class ConversationFields(Strict):
     tools: list[Tool] = Field([], description=ALLOWED["tools"])
     tool_choice: SentToolChoice = Field(ToolChoice(), description=ALLOWED["tool_choice"])
     parallel_tool_calls: bool = Field(True, description=ALLOWED["parallel_tool_calls"])
-    reasoning_effort: str | None = Field(None, description=ALLOWED["reasoning_effort"])
+    reasoning_effort: Annotated[
+        str | None, BeforeValidator(lambda sent: "xhigh" if sent == "max" else sent)
+    ] = Field(None, description=ALLOWED["reasoning_effort"])
     chat_template_kwargs: dict[str, Any] = Field({}, description=ALLOWED["chat_template_kwargs"])
 
     def to_conversation(self) -> Conversation:
@@ -400,6 +429,7 @@ class ConversationFields(Strict):
             tools=tuple(self.tools),
             tool_choice=self.tool_choice.choice,
             only_tool=self.tool_choice.function,
+            allowed_tools=self.tool_choice.allowed,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning_effort,
             template_options=self.chat_template_kwargs,

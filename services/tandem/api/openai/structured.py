@@ -95,15 +95,16 @@ class StructuredOutputs(Strict):
     def wanted(self) -> StructuredOutput:
         """Converts the single field that is set to a StructuredOutput. Raises BadRequest if no
         field or more than one is set."""
-        given = {
-            name: value
-            for name, value in self.model_dump(by_alias=True).items()
-            if value is not None and value is not False
-        }
+        given = self.told()
         if len(given) != 1:
             raise refusal("structured_outputs")
         [(name, value)] = given.items()
         return _wanted("structured_outputs", name, value)
+
+    def told(self) -> dict[str, Any]:
+        """Returns the fields that are set."""
+        sent = self.model_dump(by_alias=True)
+        return {k: value for k, value in sent.items() if value is not None and value is not False}
 
 
 # Top-level fields that request structured output -> kind of output. The fields `guided_...` are

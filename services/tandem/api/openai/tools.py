@@ -137,6 +137,8 @@ class ToolChoice(NamedTuple):
     # name of the function that must be called; "": any function. Set only if `choice` is
     # "required".
     function: str = ""
+    # names of the functions that may be called; None: all
+    allowed: frozenset[str] | None = None
 
 
 def _read_choice(sent: object) -> ToolChoice:
@@ -147,10 +149,26 @@ def _read_choice(sent: object) -> ToolChoice:
             return ToolChoice("required", name)
         case {"type": "custom", "custom": {"name": str(name)}} if name:
             return ToolChoice("required", name)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)},
+        }:
+            return ToolChoice(mode, allowed=frozenset(filter(None, map(_name_of, tools))))
     raise _wrong(
         'tool_choice must be "auto", "none", "required", or an object with the type "function" and '
-        "the name of a function"
+        'the name of a function, or with the type "allowed_tools" and a list of tools'
     )
+
+
+def _name_of(tool: object) -> str | None:
+    """Returns the name of a tool in a list of allowed ones; None for a tool of another type."""
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {
+            "type": "custom",
+            "custom": {"name": str(name)},
+        }:
+            return name
+    return None
 
 
 SentToolChoice = Annotated[ToolChoice, PlainValidator(_read_choice)]

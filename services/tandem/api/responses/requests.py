@@ -6,18 +6,19 @@ https://www.openresponses.org/specification
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from tandem.api.openai.fields import FieldPolicy, each
 from tandem.api.openai.parsed import ParsedRequest
-from tandem.api.openai.requests import parse_chat
-from tandem.api.openai.structured import StreamOptions, Strict
+from tandem.api.openai.requests import NvExt, parse_chat
+from tandem.api.openai.structured import StreamOptions, Strict, StructuredOutputs
 from tandem.api.responses.items import ContentPart, Items, leave_out_items, to_messages
 from tandem.api.responses.tools import (
     CHOICE_ALLOWED,
     TOOLS_ALLOWED,
+    AllowedTools,
     ChatTools,
     FunctionTool,
     ResponseTool,
@@ -43,7 +44,7 @@ _LOGPROBS = "message.output_text.logprobs"
 # Members of `include` for what an answer has in any case, or if they are sent.
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
-_CACHE = ("prompt_cache_key", "prompt_cache_retention", "kv_priority")
+_CACHE = ("prompt_cache_key", "prompt_cache_retention", "kv_priority", "priority")
 # request fields that are copied unchanged into the response
 _TOLD = (
     *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
@@ -54,7 +55,7 @@ HINT_NAMES = {"reasoning_effort": "reasoning.effort"}
 _POLICY = FieldPolicy(
     records=frozenset(("prompt_cache_options",)),
     # Without compaction (`context_management`) a conversation only gets longer.
-    hints=each("context_management", "moderation", "access_programs", "image", "priority"),
+    hints=each("context_management", "moderation", "access_programs", "image"),
     refused=each("background", "conversation", "prompt"),
 )
 _ALLOWED = {
@@ -117,18 +118,28 @@ class Reasoning(Strict):
 class ResponsesBody(Strict):
     field_policy = _POLICY
     allowed = _ALLOWED
-    parts = {"stream_options": StreamOptions, "text": TextOptions, "reasoning": Reasoning}
+    parts = {
+        "stream_options": StreamOptions,
+        "nvext": NvExt,
+        "text": TextOptions,
+        "reasoning": Reasoning,
+    }
 
     model: str = Field("", description=ALLOWED["model"])
     input: Items = Field([], description=_ALLOWED["input"])
     instructions: str | None = None
     previous_response_id: str | None = Field(None, description=_ALLOWED["previous_response_id"])
     tools: list[ResponseTool] = Field([], description=_ALLOWED["tools"])
-    tool_choice: Literal["auto", "none", "required"] | ToolChoice = Field(
-        "auto", description=_ALLOWED["tool_choice"]
-    )
+    tool_choice: (
+        Literal["auto", "none", "required"]
+        | Annotated[ToolChoice | AllowedTools, Field(discriminator="type")]
+    ) = Field("auto", description=_ALLOWED["tool_choice"])
     parallel_tool_calls: bool = True
     text: TextOptions = Field(TextOptions(), description=_ALLOWED["text"])
+    # an addition of vLLM
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description=ALLOWED["structured_outputs"]
+    )
     reasoning: Reasoning | None = Field(None, description=_ALLOWED["reasoning"])
     include: list[str] = Field([], description=_ALLOWED["include"])
     max_output_tokens: int | None = Field(None, description=_ALLOWED["max_output_tokens"])
@@ -150,6 +161,8 @@ class ResponsesBody(Strict):
     prompt_cache_key: str | None = Field(None, description=ALLOWED["prompt_cache_key"])
     prompt_cache_retention: str | None = Field(None, description=ALLOWED["prompt_cache_retention"])
     kv_priority: int = Field(PRIORITY_DEFAULT, description=ALLOWED["kv_priority"])
+    priority: int | None = Field(None, description=ALLOWED["priority"])
+    nvext: NvExt | None = Field(None, description=ALLOWED["nvext"])
     user: str | None = None
 
     @classmethod
@@ -180,11 +193,14 @@ class ResponsesBody(Strict):
             "tools": [{"type": "function", "function": one} for one in tools.functions],
             "tool_choice": self._tool_choice(tools),
         }
+        if self.nvext is not None:
+            chat["nvext"] = self.nvext.model_dump(exclude_none=True)
         if self.wants_logprobs:
             chat |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            effort = self.reasoning.effort
-            chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        if self.structured_outputs is not None:
+            chat["structured_outputs"] = self.structured_outputs.told()
+        if self.reasoning is not None:
+            chat["reasoning_effort"] = self.reasoning.effort
         if self.truncation == "auto":
             # -1 keeps the last tokens of the prompt, as many as fit into the context
             chat["truncate_prompt_tokens"] = -1
@@ -192,8 +208,8 @@ class ResponsesBody(Strict):
 
     def _tool_choice(self, tools: ChatTools) -> str | dict[str, Any]:
         choice = self.tool_choice
-        if isinstance(choice, ToolChoice):
-            return {"type": "function", "function": {"name": tools.name_of(choice)}}
+        if isinstance(choice, ToolChoice | AllowedTools):
+            return choice.to_chat(tools)
         return choice
 
     @property

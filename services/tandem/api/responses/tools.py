@@ -25,7 +25,8 @@ TOOLS_ALLOWED = (
     "function, custom or namespace"
 )
 CHOICE_ALLOWED = (
-    '"auto", "none", "required", or one of the tools, such as {"type": "function", "name": ...}'
+    '"auto", "none", "required", one of the tools, such as {"type": "function", "name": ...}, or '
+    'several, such as {"type": "allowed_tools", "mode": "auto", "tools": [...]}'
 )
 _KINDS = ("function", CUSTOM, "namespace")
 
@@ -96,6 +97,30 @@ class ToolChoice(_Part):
     name: str
     namespace: str | None = None
 
+    def to_chat(self, tools: "ChatTools") -> dict[str, Any]:
+        return {"type": "function", "function": {"name": tools.name_of(self)}}
+
+
+class AllowedTools(_Part):
+    """The tools that the answer may call. Those that OpenAI's servers run have no effect."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[ToolChoice],
+        BeforeValidator(
+            lambda sent: (
+                [tool for tool in sent if kind_of(tool) in (None, *_KINDS)]
+                if isinstance(sent, list)
+                else sent
+            )
+        ),
+    ]
+
+    def to_chat(self, tools: "ChatTools") -> dict[str, Any]:
+        allowed = {"mode": self.mode, "tools": [tool.to_chat(tools) for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
 
 @dataclass(frozen=True, slots=True)
 class ChatTools:
@@ -156,7 +181,8 @@ def leave_out_tools(body: dict[str, Any]) -> list[str]:
         if kind_of(tool) == "namespace":
             dropped += [f"{tool.get('name')}.{name}" for name in drop_tools(tool, _KINDS[:2])]
     choice = body.get("tool_choice")
-    needs = kind_of(choice) not in (None, *_KINDS) or (choice == "required" and not tools)
+    needs = kind_of(choice) not in (None, "allowed_tools", *_KINDS)
+    needs = needs or (choice == "required" and not tools)
     if dropped and needs:
         about = f"it is {shorten(choice)}, which needs a tool of an unsupported type"
         raise BadRequest(f"tool_choice must be {CHOICE_ALLOWED}; {about}", param="tool_choice")

@@ -20,14 +20,16 @@ from tandem.api.openai.requests import validate
 from tandem.api.routes.generation import GenerationRoutes
 from tandem.router.request.allowed import renamed
 from tandem.router.request.delta import Delta
+from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 
 
 def add_embedding_route(app: FastAPI, routes: GenerationRoutes) -> None:
     """Adds `POST /v1/embeddings` to the app."""
-    generator = routes.generator
 
-    async def embed_all(request: Request, prepared: Sequence[ClientRequest]) -> list[Delta]:
+    async def embed_all(
+        request: Request, generator: Generator, prepared: Sequence[ClientRequest]
+    ) -> list[Delta]:
         async with aclosing(embed(generator, prepared, routes.trace(request))) as deltas:
             return [delta async for delta in deltas]
 
@@ -37,9 +39,12 @@ def add_embedding_route(app: FastAPI, routes: GenerationRoutes) -> None:
         sent, headers = await routes.read(request, EmbeddingsBody)
         with renamed(NAMES):
             body = validate(EmbeddingsBody, sent)
+            generator = routes.model(request, body.model or "")
             check_dimensions(body.dimensions, generator)
             requests = body.to_requests(request.state.request_id)
             prepared = routes.with_caller(request, requests)
-            deltas = await until_disconnect(request.receive, embed_all(request, prepared))
+            deltas = await until_disconnect(
+                request.receive, embed_all(request, generator, prepared)
+            )
         answer = embeddings_reply(body, generator.name_of(body.model or ""), deltas)
         return JsonResponse(answer, headers={**deltas[-1].limit_headers, **headers})

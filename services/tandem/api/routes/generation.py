@@ -38,15 +38,16 @@ from tandem.api.openai.fields import LEFT_OUT, UNKNOWN, WITHOUT_EFFECT, warn
 from tandem.api.openai.requests import drop_unknown_fields, hints_in
 from tandem.api.openai.structured import Strict
 from tandem.common.config.router import RouterConfig
-from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.router.admission.tenants import TENANT_HEADER, limits_of, tenant_of
 from tandem.router.placement.hint import HINT_HEADER, PlacementHint
 from tandem.router.placement.hint import read as read_hint
 from tandem.router.placement.reasons import PLACEMENT_HEADER, TIMING_HEADER, asks
 from tandem.router.request.delta import Delta
 from tandem.router.request.generator import Admission, Generator
+from tandem.router.request.models import Models
 from tandem.router.request.request import ClientRequest
-from tandem.router.request.retention import is_of_session
+from tandem.router.request.session import session_of
+from tandem.router.request.urgency import waiting_of
 
 # the class of a body, or a function that selects the class by the content of the body
 BodyKind = type[Strict] | Callable[[dict[str, Any]], type[Strict]]
@@ -57,9 +58,14 @@ _NO_NAMES: Mapping[str, str] = {}
 class GenerationRoutes:
     """The functions for reading requests and building replies that the routes of all APIs use."""
 
-    def __init__(self, config: RouterConfig, generator: Generator) -> None:
+    def __init__(self, config: RouterConfig, models: Models) -> None:
         self.config = config
-        self.generator = generator
+        self.models = models
+
+    def model(self, request: Request, name: str) -> Generator:
+        """Returns the generator for a call with this `model`. Raises ModelNotFound if the call's
+        API key may not use the model."""
+        return self.models.of(name, limits_of(request.state.key))
 
     async def read(self, request: Request, kind: BodyKind) -> tuple[dict[str, Any], dict[str, str]]:
         """Reads a body, and drops unknown fields and parts that are not supported. Returns the body
@@ -81,11 +87,6 @@ class GenerationRoutes:
         named = request.headers.getlist(TENANT_HEADER)
         return tenant_of(request.state.key, named, trusted=self.config.trust_tenant_header)
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None until the model is loaded."""
-        return self.generator.model.tokenizer if self.generator.model is not None else None
-
     def with_caller(
         self, request: Request, prepared: Sequence[ClientRequest], *, is_whole: bool = False
     ) -> list[ClientRequest]:
@@ -95,11 +96,13 @@ class GenerationRoutes:
             "tenant": self.tenant(request),
             "limits": limits_of(request.state.key),
             "client_id": request.state.client_id,
-            "is_of_session": is_of_session(request.headers.getlist),
             "is_whole": is_whole,
+            "is_batch": getattr(request.state, "is_batch", False),
             "hint": self._hint(request),
+            **waiting_of(request.headers.getlist),
         }
-        return [replace(one, **caller) for one in prepared]
+        session = session_of(request.headers.getlist)
+        return [replace(one, **caller, session=session or one.session) for one in prepared]
 
     def _hint(self, request: Request) -> PlacementHint | None:
         """Reads the hint in which an endpoint picker names the workers for the request. Returns
@@ -114,7 +117,7 @@ class GenerationRoutes:
         )
         is_own = hint is not None and hint.decode == own
         outcome = "followed" if is_own else "invalid" if hint is None else "other_worker"
-        self.generator.metrics.hints.labels(outcome=outcome).inc()
+        self.models.first.metrics.hints.labels(outcome=outcome).inc()
         return hint if is_own else None
 
     def trace(self, request: Request) -> dict[str, str]:
@@ -137,11 +140,12 @@ class GenerationRoutes:
         fields of a chat to the names that they have in the API, for the header `warning`.
         `before_end` is awaited before the client gets the end of the answer."""
         sent = request.headers
-        unread = [name for one in requests for name in self.generator.without_effect(one)]
+        generator = self.model(request, requests[0].model)
+        unread = [name for one in requests for name in generator.without_effect(one)]
         warn(headers, WITHOUT_EFFECT, [names.get(name, name) for name in unread])
         prepared = self.with_caller(request, requests, is_whole=not stream)
-        together = self.generator.together(len(prepared))
-        deltas = generate_choices(self.generator, prepared, self.trace(request), together=together)
+        together = generator.together(len(prepared))
+        deltas = generate_choices(generator, prepared, self.trace(request), together=together)
         with_timing = asks(sent.get(TIMING_HEADER))
 
         def answer_headers(known: Delta | Admission) -> dict[str, str]:

@@ -5,10 +5,10 @@ from starlette.responses import Response
 
 from tandem.api.http.errors import JsonResponse, error_response
 from tandem.errors import NoWorkers
-from tandem.router.request.generator import Generator
+from tandem.router.request.models import Models
 
 
-def add_health_routes(app: FastAPI, generator: Generator) -> None:
+def add_health_routes(app: FastAPI, models: Models) -> None:
     @app.get("/health")
     async def health() -> Response:
         """The process answers; see /ready for whether requests are served."""
@@ -16,15 +16,15 @@ def add_health_routes(app: FastAPI, generator: Generator) -> None:
 
     @app.get("/started")
     async def started() -> Response:
-        """Answers 200 once the model is loaded: requests are taken and wait for decode workers."""
-        if generator.model is None:
-            return error_response(NoWorkers(generator.not_ready_reason(), retry_after_s=1.0))
+        """Answers 200 once all models are loaded: requests are taken and wait for workers."""
+        if any(generator.model is None for generator in models):
+            return error_response(NoWorkers(models.not_ready_reason(), retry_after_s=1.0))
         return JsonResponse({"status": "started"})
 
     @app.get("/ready")
     async def ready() -> Response:
         """Answers 200 while requests are served, else 503 with the reason."""
-        if reason := generator.not_ready_reason():
+        if reason := models.not_ready_reason():
             return error_response(NoWorkers(reason, retry_after_s=1.0))
         return JsonResponse({"status": "ready"})
 

@@ -31,7 +31,8 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         with renamed(NAMES):
             parsed = parse_messages(body, request.state.request_id)
             warn(headers, WITHOUT_EFFECT, ["thread"] if body.get("thread") else [])
-            replies = MessageReplies(parsed, routes.generator.name_of(parsed.requests[0].model))
+            name = parsed.requests[0].model
+            replies = MessageReplies(parsed, routes.model(request, name).name_of(name))
             return await routes.answer(
                 request,
                 parsed.requests,
@@ -49,7 +50,7 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
             parsed = parse_count(body, request.state.request_id)
             (prepared,) = routes.with_caller(request, parsed.requests)
             warn(headers, WITHOUT_EFFECT, ["thread"] if body.get("thread") else [])
-            generator = routes.generator
+            generator = routes.model(request, prepared.model)
             async with generator.without_workers(prepared.tenant, prepared.limits) as limit_headers:
                 counting = generator.tokenize(prepared)
                 token_ids = await until_disconnect(request.receive, counting)

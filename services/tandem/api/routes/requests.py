@@ -9,15 +9,15 @@ from tandem.api.http.guard import log_refusal
 from tandem.errors import RequestNotFound
 from tandem.net.security.audit_trail import AuditTrail
 from tandem.router.admission.tenants import visible_tenant
-from tandem.router.request.generator import Generator
+from tandem.router.request.models import Models
 
 
-def add_request_route(app: FastAPI, generator: Generator, trail: AuditTrail) -> None:
+def add_request_route(app: FastAPI, models: Models, trail: AuditTrail) -> None:
     @app.get("/v1/requests/{request_id}")
     async def request(request_id: str, request: Request) -> Response:
         """Returns the record of one of the last 4,096 requests of this router."""
-        requests = generator.requests
         tenant = visible_tenant(request.state.key)
+        requests = models.log_of(request_id, tenant)
         if choices := requests.find_choices(request_id, tenant):
             found = {"id": request_id, "object": "list", "data": [r.as_dict() for r in choices]}
             return JsonResponse(found)

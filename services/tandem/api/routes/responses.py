@@ -12,8 +12,9 @@ from starlette.responses import Response
 from tandem.api.http.errors import JsonResponse
 from tandem.api.http.guard import log_refusal
 from tandem.api.openai.openapi import generation_route
+from tandem.api.openai.paging import page_of
 from tandem.api.openai.requests import validate
-from tandem.api.responses.input_items import items_with_ids, page_of
+from tandem.api.responses.input_items import items_with_ids
 from tandem.api.responses.items import Item, Items, to_messages
 from tandem.api.responses.kept import KeptResponse
 from tandem.api.responses.replies import ResponseReplies
@@ -49,7 +50,8 @@ def add_response_routes(
             earlier = await store.messages_of(body.previous_response_id, tenant)
             parsed = parse_response(body, earlier, request.state.request_id)
             (prepared,) = parsed.chat.requests
-            prepared = routes.generator.with_defaults(prepared)
+            generator = routes.model(request, prepared.model)
+            prepared = generator.with_defaults(prepared)
             parsed = replace(parsed, chat=replace(parsed.chat, requests=(prepared,)))
             ended: list[dict[str, Any]] = []
 
@@ -65,8 +67,8 @@ def add_response_routes(
 
             replies = ResponseReplies(
                 parsed,
-                routes.generator.name_of(prepared.model),
-                routes.tokenizer,
+                generator.name_of(prepared.model),
+                generator.tokenizer,
                 keep=ended.append if store.is_on and body.store is not False else None,
             )
             return await routes.answer(
@@ -104,7 +106,7 @@ def add_response_routes(
     async def input_items(response_id: str, request: Request) -> Response:
         """Lists the input of a kept response."""
         items = msgspec.json.decode((await find(request, response_id)).input_items)
-        return JsonResponse(page_of(items, request.query_params))
+        return JsonResponse(page_of(items, request.query_params, what="an input item"))
 
     @app.post(f"{_PATH}/{{response_id}}/cancel")
     async def cancel(response_id: str, request: Request) -> Response:

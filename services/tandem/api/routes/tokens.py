@@ -24,7 +24,6 @@ from tandem.router.admission.tenants import limits_of
 
 def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
     """Adds `POST /tokenize` and `POST /detokenize` to the app."""
-    generator = routes.generator
 
     @app.post("/tokenize", **body_route(TokenizePromptBody, TokenizeChatBody))
     async def tokenize(request: Request) -> Response:
@@ -32,6 +31,7 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         body, headers = await routes.read(request, kind_of)
         parsed, prompts = parse_tokenize(body, routes.tenant(request))
         prepared = routes.with_caller(request, prompts)
+        generator = routes.model(request, prepared[0].model)
 
         async def count() -> dict[str, Any]:
             # The prompts are tokenized one after another, so that other requests' prompts are
@@ -54,6 +54,7 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         """Returns the text of tokens."""
         body, headers = await routes.read(request, DetokenizeBody)
         parsed = validate(DetokenizeBody, body)
+        generator = routes.model(request, parsed.model)
         generator.adapter(parsed.model)
         tenant = routes.tenant(request)
         limits = limits_of(request.state.key)

@@ -24,7 +24,8 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.net.store.traffic import Traffic, read_traffic
 
 _LINE_INTERVAL_S = 10.0
-_LOOK_INTERVAL_S = 0.5
+_LOOK_INTERVAL_S = 0.5  # pause after events, and after an error
+_EVENT_WAIT_MS = 1000  # longest wait for an event before the pools are read again
 _EVENTS_MAX = 200  # largest number of events that are read at once
 _SAME_S = 30.0
 # Kinds of events that need no line: another line says the same, or the event concerns no operator.
@@ -58,15 +59,21 @@ class Activity:
     def _run(self) -> None:
         while not self._stopped.is_set():
             with suppress(*UNREACHABLE), closing(connect_blocking(self.redis_url)) as redis:
-                while not self._stopped.wait(_LOOK_INTERVAL_S):
-                    self._look(redis)
+                while not self._stopped.is_set():
+                    if self._look(redis):
+                        self._stopped.wait(_LOOK_INTERVAL_S)
             self._stopped.wait(_LOOK_INTERVAL_S)
 
-    def _look(self, redis: SyncClient) -> None:
-        for event in self._new_events(redis):
+    def _look(self, redis: SyncClient) -> bool:
+        """Waits for events for up to `_EVENT_WAIT_MS`, and shows what is new. Returns whether there
+        were events."""
+        events, pools = self._read(redis)
+        if self._stopped.is_set():
+            return False
+        for event in events:
             if line := self.event_line(event, time.time()):
                 self.say(line)
-        for line in self._new_sizes(redis):
+        for line in self._new_sizes(pools):
             self.say(line)
         now = time.monotonic()
         if now - self._line_at >= _LINE_INTERVAL_S:
@@ -78,22 +85,28 @@ class Activity:
             self._line_at = now
             if line:
                 self.say(line)
+        return bool(events)
 
-    def _new_events(self, redis: SyncClient) -> list[ClusterEvent]:
+    def _read(self, redis: SyncClient) -> tuple[list[ClusterEvent], object]:
+        """Waits for new events, and reads the state of the pools, in one round trip."""
         key = events_key(self.cluster_id)
         if self._last_event_id == "$":  # events before the cluster was ready are not shown
             last: Any = redis.xrevrange(key, count=1)
             self._last_event_id = last[0][0].decode() if last else "0-0"
-            return []
-        found: Any = redis.xrange(key, min=f"({self._last_event_id}", count=_EVENTS_MAX)
+        with redis.pipeline(transaction=False) as pipe:
+            # In a pipeline, the next commands wait until this one has returned.
+            pipe.xread({key: self._last_event_id}, count=_EVENTS_MAX, block=_EVENT_WAIT_MS)
+            pipe.exists(key)
+            pipe.get(f"{{tandem:{self.cluster_id}}}:pools")
+            found, is_there, pools = pipe.execute()
         events = []
-        for event_id, fields in found:
+        for event_id, fields in (each for _, entries in found for each in entries):
             self._last_event_id = event_id.decode()
             with suppress(KeyError, *UNREADABLE):
                 events.append(msgspec.json.decode(fields[b"entry"], type=ClusterEvent))
-        if not found and not redis.exists(key):
+        if not is_there:
             self._last_event_id = "0-0"  # Redis was restarted and numbers events anew
-        return events
+        return events, pools
 
     def event_line(self, event: ClusterEvent, now: float) -> str:
         """Returns the line of an event, with rich's markup; "" if the event needs no line."""
@@ -131,8 +144,7 @@ class Activity:
         colour = "" if event.kind in _GOOD else "[yellow]"
         return colour + escape(printable(line))
 
-    def _new_sizes(self, redis: SyncClient) -> list[str]:
-        value = redis.get(f"{{tandem:{self.cluster_id}}}:pools")
+    def _new_sizes(self, value: object) -> list[str]:
         if not isinstance(value, bytes):
             return []
         try:
@@ -173,7 +185,7 @@ def traffic_line(
     """
     changes = [_since(before[name], counts) for name, counts in now.items() if name in before]
     loads = [record.load for record in records if record.role == "decode"]
-    decoding = sum(load.num_decoding for load in loads)
+    decoding = sum(record.load.num_decoding for record in records if record.has_kv)
     others = sum(load.num_in_prefill + load.num_waiting for load in loads)
     others += sum(counts.num_in_router for counts in now.values())
     ended = sum(counts.num_requests for counts in changes)

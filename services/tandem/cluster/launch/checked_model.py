@@ -10,18 +10,24 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from tandem.cluster.launch.options import LaunchOptions
+from tandem.common.speculation import with_draft_at
 from tandem.errors import ConfigError, TandemError
 from tandem.models.checkpoint.check import check_weights
+from tandem.models.checkpoint.check_encoder import check_encoder
 from tandem.models.checkpoint.kv_scales import find_kv_scales
+from tandem.models.draft import find_draft
 from tandem.models.files import writing
 from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
+from tandem.models.images import read_rules
 from tandem.models.limits import check_settings
 from tandem.models.lora.adapter import open_lora
+from tandem.models.scoring import read_scorer
 from tandem.models.source import (
     BUILT_IN,
     BUILT_IN_PACKAGE,
@@ -69,9 +75,16 @@ def _checked(options: LaunchOptions) -> ModelFolder:
         check_settings(options.engine, model.config)
         if model.config.implementation == "tandem":
             check_weights(model.weight_files, model.config)
+        draft = find_draft(options.engine, model)
+        if draft is not None and draft.config.implementation == "tandem":
+            check_weights(draft.weight_files, draft.config)
+        if model.config.encoder is not None:
+            check_encoder(model.weight_files, model.config)
         if options.engine.kv_dtype == "fp8_e4m3":
             find_kv_scales(model.weight_files, model.config)
-        Tokenizer.of(model)
+        if options.num_encode and (why := _why_no_images(options, model)):
+            raise ConfigError(f"--encode {options.num_encode} cannot be used: {why}")
+        read_scorer(model, Tokenizer.of(model), options.admission.score_template)
         checking_rules.result()
     for name, path in options.engine.lora.items():
         if options.listen and not Path(path).expanduser().exists():
@@ -81,6 +94,26 @@ def _checked(options: LaunchOptions) -> ModelFolder:
         except TandemError as error:
             raise type(error)(f"--lora {name}: {error.message}") from error
     return model
+
+
+def _why_no_images(options: LaunchOptions, model: ModelFolder) -> str:
+    """Returns why the workers take no images; "" if they do, as far as is known here."""
+    if isinstance(rules := read_rules(model), str):
+        return rules
+    if options.engine.tensor_parallel > 1:
+        return "several ranks (--tensor-parallel) compute no images"
+    if options.engine.kernels == "triton":
+        return "the Triton kernels compute no images; set --kernels torch"
+    return ""
+
+
+def with_draft_path(options: LaunchOptions, model: ModelFolder) -> LaunchOptions:
+    """Returns the options with the absolute path of the draft model, because workers run in another
+    folder, and do not download it."""
+    if (draft := find_draft(options.engine, model)) is None:
+        return options
+    setting = with_draft_at(options.engine.speculative_config, str(draft.path))
+    return replace(options, engine=replace(options.engine, speculative_config=setting))
 
 
 def _needs_download(model: str) -> bool:

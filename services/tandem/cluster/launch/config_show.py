@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.common.config.cluster import API_KEY_VARIABLE
+from tandem.common.config.more_models import with_all_models
 from tandem.common.option_sources import parse_from_sources
 from tandem.common.options import arguments, setting, to_text
 
@@ -22,7 +23,7 @@ _PASSWORD = re.compile(r"(://[^:@/\s]*:)[^@/\s]+(?=@)|([?&]password=)[^&\s]+")
 def show_config(argv: Sequence[str]) -> None:
     """Prints all options. `argv` has options of `tandem up`, which override variables and the file,
     as in `tandem up`. Raises ConfigError."""
-    found = parse_from_sources(LaunchOptions, "tandem config show", argv)
+    found = parse_from_sources(LaunchOptions, "tandem config show", with_all_models(argv))
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     title = ""
     shown = [a for a in arguments(LaunchOptions) if a.parse]

@@ -2,7 +2,7 @@
 
   take the lease of the head -> connect to Ray -> start the controller -> renew the lease ...
 
-The controller is a detached Ray actor on this program's node, and continues when the program ends.
+The controller runs in this process. When the process ends, the workers and their agents continue.
 A cluster has one active controller: if a second one starts, it gets a higher fencing number, and
 Redis refuses all writes of the first one.
 
@@ -36,7 +36,6 @@ from tandem.net.store.client import UNREACHABLE, wait_until_answers
 
 log = logging.getLogger(__name__)
 
-_CONTROLLER_DEADLINE_S = 90.0
 _LEASE_DEADLINE_S = 60.0
 _RETRY_S = 1.0
 
@@ -73,7 +72,10 @@ def run(options: ControllerOptions) -> int:
         number = _take(lease)
         address, host_id = _connect(options.ray_address)
         spec = make_spec(options, cluster.cluster_id, commands, host_id=host_id, number=number)
-        _start_controller(spec)
+        Path(spec.run_folder).mkdir(parents=True, exist_ok=True)
+        from tandem.cluster.ray.controller import PoolController
+
+        PoolController(spec)
         log.info("the pool controller has started (fencing number %d)", number)
         while _renew(lease, number, address):
             time.sleep(RENEW_INTERVAL_S)
@@ -169,28 +171,3 @@ def _connect(address: str) -> tuple[str, str]:
             f"--ray-address {address}: Ray's head cannot be reached: {error}"
         ) from None
     return str(context.address_info["gcs_address"]), ray.get_runtime_context().get_node_id()
-
-
-def _start_controller(spec: ClusterSpec) -> None:
-    """Starts the controller and replaces an older one of the same Ray cluster."""
-    import ray
-
-    from tandem.cluster.ray.agent import CONTROLLER_NAME
-    from tandem.cluster.ray.controller import start_controller
-
-    Path(spec.run_folder).mkdir(parents=True, exist_ok=True)
-    with suppress(ValueError):
-        ray.kill(ray.get_actor(CONTROLLER_NAME))
-    give_up_at = time.monotonic() + _CONTROLLER_DEADLINE_S
-    while True:
-        try:
-            controller = start_controller(spec)
-            break
-        except ValueError:  # Ray frees the name of a killed actor only after a while
-            if time.monotonic() > give_up_at:
-                raise
-            time.sleep(_RETRY_S)
-    try:
-        ray.get(controller.state.remote(), timeout=_CONTROLLER_DEADLINE_S)
-    except ray.exceptions.RayError as error:
-        raise ConfigError(f"the pool controller did not start: {error}") from None

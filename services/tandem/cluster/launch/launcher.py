@@ -5,9 +5,9 @@
 3. It starts Ray. Requests are served meanwhile, because they do not need Ray.
 4. It restarts Redis, Ray and the guardian when they end.
 
-Until Ray is up, the launcher restarts workers and routers that end. Then Ray's agents start, find
-the processes by their records and adopt them. When Ray ends, requests continue, and the agents of a
-new head adopt the processes. A Redis that ended is restarted at its address.
+Until Ray is up, the launcher restarts workers and routers that end. Then the pool controller
+starts, finds the processes by their records and adopts them. When Ray ends, requests continue, and
+the controller of a new head adopts the processes. A Redis that ended is restarted at its address.
 
 No process outlives the launcher. In an orderly shutdown the launcher stops all processes; after a
 kill -9 of the launcher, the guardian does.
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -34,9 +35,11 @@ from tandem.cluster.gpus import count_gpus, with_gpus
 from tandem.cluster.launch.activity import Activity
 from tandem.cluster.launch.api_key import take_api_key, with_api_key
 from tandem.cluster.launch.certificates import Authority, write_certificates
-from tandem.cluster.launch.checked_model import fetch_model, find_local_model
+from tandem.cluster.launch.checked_model import fetch_model, find_local_model, with_draft_path
+from tandem.cluster.launch.files_folder import with_files
 from tandem.cluster.launch.listening import Listening, read_join_token, redis_socket
 from tandem.cluster.launch.options import (
+    FurtherModel,
     LaunchOptions,
     check_gpu_memory,
     check_gpus,
@@ -61,15 +64,17 @@ from tandem.common.backoff import Backoff
 from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, ROUTER_POOLS
 from tandem.common.config.tls import Kind
 from tandem.common.printable import printable
+from tandem.common.process.garbage import exempt_loaded
 from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.engine.memory import read_memory, why_too_much, worker_need
 from tandem.errors import ConfigError
+from tandem.models.draft import find_draft
 from tandem.models.folder import ModelFolder
 from tandem.net.security.keys import KeyRecord
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.control_state import Head
 
-_REDIS_STOP_S = 0.5
+_REDIS_STOP_S = 1.0
 _GPU = Path("/dev/nvidiactl")  # exists if NVIDIA's driver is loaded
 _COMMAND_MAX = 80  # largest length of a command line in a message, in characters
 _RETRY_S = 2.0  # pause between attempts to start Redis, a Ray head or a worker
@@ -150,7 +155,7 @@ class _Launch:
         self._ray_pids: dict[str, int] = {}
         self._spec: ClusterSpec | None = None
         # Member id -> (member, pid) of the processes that the launcher restarts. The mapping is
-        # empty once Ray's head has the spec, because Ray then restarts them.
+        # empty once Ray's head has the spec, because the pool controller then restarts them.
         self._members: dict[str, tuple[Member, int]] = {}
         self._activity: Activity | None = None
         self._backoffs: dict[str, Backoff] = {}
@@ -181,29 +186,40 @@ class _Launch:
         """Starts all processes and returns when the cluster takes requests. Raises ConfigError with
         the reason if it cannot."""
         with self._screen.bars():
-            model, readiness = self._start_all()
+            model, more, readiness = self._start_all()
         command_to_join = self._open_join_port() if self._listening else ""
         urls = (self._options.http_url, self._options.admin_url)
         self._run.logs.announce(Addresses(*urls, pid=os.getpid(), started_at=self._started_at))
         logs = str(self._run.logs.folder)
         name = self._options.served_model_name or model.name
-        self._screen.show_ready(name, readiness.members, readiness.records, logs, command_to_join)
+        self._screen.show_ready(
+            name,
+            readiness.members,
+            readiness.records,
+            logs,
+            command_to_join,
+            generates=model.config.generates,
+            more=[each.name for each in more],
+        )
         redis_url = self._redis.url if self._redis else self._options.redis_url
         self._activity = Activity(redis_url, self._run.cluster_id, self._screen.say)
         self._activity.start()
 
-    def _start_all(self) -> tuple[ModelFolder, Readiness]:
+    def _start_all(self) -> tuple[ModelFolder, list[FurtherModel], Readiness]:
         began = time.monotonic()
         self._screen.wait_for(ProgressRow("redis"))
         self._run.environment[REDIS_URL_VARIABLE] = self._start_redis()
         self._screen.done("redis", time.monotonic() - began)
         number = self._become_head() if self._listening else 0
-        model = self._model or self._fetch_model()
+        model = self._model or self._fetch_model(self._options)
+        more = [self._further_model(each) for each in self._options.further()]
+        _check_memory_of_all([(self._options, model), *((m.options, m.folder) for m in more)])
         spec = make_spec(
-            self._options,
+            with_files(with_draft_path(self._options, model), self._screen.say),
             cluster_id=self._run.cluster_id,
             run_folder=self._run.folder,
             model=model.path,
+            more=more,
             host_id=self._listening.host_id if self._listening else "",
             number=number,
         )
@@ -218,7 +234,7 @@ class _Launch:
             readiness.add(member, started)
         self._spec = spec
         readiness.wait()
-        return model, readiness
+        return model, more, readiness
 
     def _start_member(self, spec: ClusterSpec, member: Member) -> DetachedProcess:
         command = spec.pools[member.pool].filled(member)
@@ -226,14 +242,22 @@ class _Launch:
         environment = with_gpus(environment, member.gpus)
         return process.start(member.member_id, command, self._run.folder, environment)
 
-    def _fetch_model(self) -> ModelFolder:
+    def _fetch_model(self, options: LaunchOptions) -> ModelFolder:
         began = time.monotonic()
         with self._screen.without_bars():  # a download shows its own progress
-            model = fetch_model(self._options, self._screen.say)
-        check_gpu_memory(self._options, model, self._cards)
-        _check_memory(self._options, model)
+            model = fetch_model(options, self._screen.say)
+        num_shared = self._options.workers_on_gpu(len(self._cards.total_bytes))
+        check_gpu_memory(options, model, self._cards, num_shared)
+        _check_memory(options, model)
         self._screen.done(f"model {model.name}", time.monotonic() - began)
         return model
+
+    def _further_model(self, options: LaunchOptions) -> FurtherModel:
+        """Finds and checks a further model. Raises ConfigError."""
+        model = self._fetch_model(options)
+        return FurtherModel(
+            with_draft_path(options, model), model, options.served_model_name or model.name
+        )
 
     def watch(self) -> None:
         """Runs until a stop signal. Restarts Redis, Ray and the guardian when they end."""
@@ -246,6 +270,7 @@ class _Launch:
         if self._redis_front is not None:
             ends.add("redis front", self._redis_front.pid)
         ends.add("guardian", self._run.guardian.pid)
+        exempt_loaded()
         while True:
             if self._members:
                 timeout_s: float | None = _LOOK_S
@@ -268,7 +293,7 @@ class _Launch:
                 case "guardian":
                     self._run.restart_guardian()
                     ends.add("guardian", self._run.guardian.pid)
-                case "ray head":
+                case "output of the head":
                     self._adopt_new_head(ends)
                 case name:
                     self._screen.say(
@@ -307,14 +332,14 @@ class _Launch:
             started = self._start_member(self._spec, member)
         except ConfigError as error:
             self._screen.say(f"[red]{escape(printable(error.message))}")
-            return  # Ray's agent starts the process once Ray is up
+            return  # the pool controller starts the process once Ray is up
         self._members[member_id] = member, started.pid
         ends.add(member_id, started.pid)
         started.close()
 
     def _start_first_head(self, ends: EndWatch) -> None:
-        """Starts Ray's head without the spec, so that Ray starts no agents yet. An agent could
-        start a process at the same time as the launcher does."""
+        """Starts Ray's head without the spec, so that no pool controller starts yet. It could start
+        a process at the same time as the launcher does."""
         self._head_awaited_at = time.monotonic()
         self._ray_head.start()
         if self._ray_host is not None:
@@ -322,11 +347,11 @@ class _Launch:
             self._ray_host.take_spec(self._spec)
         else:
             self._publish_head()
-            ends.add("ray head", self._ray_head.pid)
+            ends.add_output("output of the head", self._ray_head.output_fd)
 
     def _hand_over_members(self, ends: EndWatch) -> None:
-        """Sends Ray's head the spec once the head is listening. From then on, Ray restarts workers
-        and routers, and the launcher does not."""
+        """Sends Ray's head the spec once the head is listening. From then on, the pool controller
+        restarts workers and routers, and the launcher does not."""
         assert self._spec is not None
         if self._ray_host is None:
             with suppress(ConfigError):  # `_adopt_new_head` reports why the head ended
@@ -337,7 +362,7 @@ class _Launch:
         if self._ray_head.has_spec:
             ends.forget(*self._members)
             self._members = {}
-            self._restarts = {}  # Ray's agents start the processes that do not run
+            self._restarts = {}  # the controller starts the processes that do not run
         elif time.monotonic() - self._head_awaited_at > _TELL_S:
             self._head_awaited_at = math.inf
             is_busy = os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0))
@@ -377,14 +402,15 @@ class _Launch:
         """Starts a new head and returns immediately, because a restart of Redis must not wait for
         Ray."""
         self._ray_head.start(None if self._members else self._spec)
-        ends.add("ray head", self._ray_head.pid)
+        ends.add_output("output of the head", self._ray_head.output_fd)
 
     def _adopt_new_head(self, ends: EndWatch) -> None:
-        """Starts to watch the new head, after the process that starts the head has ended. If the
-        head could not be started, starts another one."""
+        """Starts to watch the new head if it is up. If it could not be started, starts another
+        one."""
         try:
-            head = self._ray_head.started()
-            assert head is not None, "its output has ended"
+            if (head := self._ray_head.started()) is None:
+                ends.add_output("output of the head", self._ray_head.output_fd)
+                return
         except ConfigError as error:
             self._screen.say(f"[red]{escape(printable(error.message))}")
             time.sleep(_RETRY_S)
@@ -438,12 +464,40 @@ def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
     not known yet, only the KV pools count. Does nothing if workers use GPUs, because they check the
     memory of their GPUs themselves."""
     config = options.engine
-    if config.device == "cuda" or (config.device == "auto" and _GPU.exists()):
+    if _uses_gpus(options):
         return
     num_workers = options.num_prefill + options.num_decode
     memory = read_memory()
-    if why := why_too_much(worker_need(config, model), num_workers, memory):
+    draft = None if model is None else find_draft(config, model)
+    need = worker_need(config, model, draft=draft)
+    num_drafts = options.num_decode  # prefill workers load none
+    if why := why_too_much(need, num_workers, memory, options.num_encode, num_drafts=num_drafts):
         raise ConfigError(f"{why}{_largest_process()}")
+
+
+def _uses_gpus(options: LaunchOptions) -> bool:
+    device = options.engine.device
+    return device == "cuda" or (device == "auto" and _GPU.exists())
+
+
+def _check_memory_of_all(models: Sequence[tuple[LaunchOptions, ModelFolder]]) -> None:
+    """Raises ConfigError if each model's workers fit into the free memory, but not all together."""
+    if len(models) == 1 or any(_uses_gpus(options) for options, _ in models):
+        return
+    memory = read_memory()
+    needed_bytes = 0
+    for options, model in models:
+        need = worker_need(options.engine, model, draft=find_draft(options.engine, model))
+        num_workers = options.num_prefill + options.num_decode
+        needed_bytes += need.bytes_of(
+            num_workers, num_drafts=options.num_decode, num_encode=options.num_encode
+        )
+    if needed_bytes > memory.free_bytes:
+        raise ConfigError(
+            f"the workers of {len(models)} models need {needed_bytes / 1e9:,.1f} GB together; "
+            f"{memory.place} has {memory.free_bytes / 1e9:,.1f} GB free. Lower --kv-memory, or "
+            "start fewer workers"
+        )
 
 
 def _largest_process() -> str:

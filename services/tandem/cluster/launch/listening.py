@@ -23,10 +23,11 @@ from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.head_lease import HeadLease
 from tandem.cluster.processes.process import child_environment
 from tandem.cluster.ray.head_process import HeadProcess
-from tandem.cluster.ray.node import RayNode, shown_cores, write_ray_token
+from tandem.cluster.ray.node import RayNode, write_ray_token
 from tandem.cluster.ray.ray_host import RayHost
 from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tandem.common.config.tls import KINDS, Kind
+from tandem.common.process.numa import by_node
 from tandem.errors import ConfigError
 from tandem.net.security.keys import KeyRecord
 
@@ -48,10 +49,12 @@ class Listening:
         self._server: JoinServer | None = None
         write_host_certificates(run.folder, authority, options.listen)
         write_ray_token(run.folder, ray_token)
+        nodes = by_node(os.sched_getaffinity(0))
         self.node = RayNode(
             address=options.listen,
             host_id=self.host_id,
-            cores=shown_cores(sorted(os.sched_getaffinity(0))),
+            cores=[core for node in nodes for core in node],
+            numa=[len(node) for node in nodes],
             num_gpus=count_gpus(os.environ),
             labels=as_mapping(options.labels),
             first_port=options.cluster_port,

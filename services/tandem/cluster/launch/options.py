@@ -1,10 +1,12 @@
 """The options of `tandem up`, and the command lines of its processes."""
 
 import ipaddress
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -17,14 +19,25 @@ from tandem.cluster.pools import ClusterSpec, PoolCommand
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.answers import AnswerConfig
 from tandem.common.config.autoscale import AutoscaleConfig, AutoscaleMode
-from tandem.common.config.cluster import API_KEY_VARIABLE, Pool
+from tandem.common.config.cluster import API_KEY_VARIABLE, Pool, PoolName, pool_name
 from tandem.common.config.engine import EngineOptions
+from tandem.common.config.files import FileOptions
 from tandem.common.config.groups import (
     MEASUREMENT,
     ModelImpl,
     ModelName,
     ModelRevision,
     ServedModelName,
+)
+from tandem.common.config.more_models import (
+    OPTION,
+    as_words,
+    check_groups,
+    group_name,
+    join_models,
+    names_of,
+    settings_of,
+    split_models,
 )
 from tandem.common.config.router import AddressConfig, AdmissionOptions
 from tandem.common.config.tls import Kind, PublicTls
@@ -39,6 +52,7 @@ from tandem.common.options import (
     Text,
     to_argv,
 )
+from tandem.common.process.numa import by_node
 from tandem.engine.memory import worker_need
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
@@ -77,10 +91,16 @@ class LaunchOptions(Options):
     model_revision: Annotated[ModelRevision, Parameter(group=_CLUSTER)] = ""
     model_impl: Annotated[ModelImpl, Parameter(group=_CLUSTER)] = "auto"
     served_model_name: Annotated[ServedModelName, Parameter(group=_CLUSTER)] = ""
+    more_models: Text = ""
+    """Further models, each with pools of its own. Options after a model are its own:
+    "qwen2.5-0.5b decode=2; ./my-model". A second --model does the same."""
     num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
     """Number of prefill workers. 2:gpu=H100 starts 2 on hosts with the label gpu=H100."""
     num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
     """Number of decode workers."""
+    num_encode: Annotated[PoolSize, Parameter(name="--encode")] = 0
+    """Number of encode workers, which compute the images of prompts. 0: the workers that compute
+    the prompts also compute their images."""
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
     """Number of routers. With --listen, each router needs a host of its own."""
     workers_per_gpu: PositiveOrNone = None
@@ -123,6 +143,7 @@ class LaunchOptions(Options):
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     addresses: AddressConfig = field(default_factory=AddressConfig)
     answers: AnswerConfig = field(default_factory=AnswerConfig)
+    files: FileOptions = field(default_factory=FileOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
@@ -134,11 +155,11 @@ class LaunchOptions(Options):
             if named.setdefault(port, option) != option:
                 raise ConfigError(f"{named[port]} and {option} are both {port}; they must differ")
         check_listen(self.listen)
-        sizes = (self.num_routers, self.num_prefill, self.num_decode)
+        sizes = (self.num_routers, self.num_prefill, self.num_decode, self.num_encode)
         if not self.listen and any(labels_of(size) for size in sizes):
             raise ConfigError(
-                "a label in --prefill, --decode or --routers needs --listen, because without "
-                "--listen no other machine can join; set --listen, or remove the label"
+                "a label in --prefill, --decode, --encode or --routers needs --listen, because "
+                "without --listen no other machine can join; set --listen, or remove the label"
             )
         if self.listen and self.no_cluster_tls:
             raise ConfigError(
@@ -158,6 +179,31 @@ class LaunchOptions(Options):
             )
         # Building the autoscaler's settings raises ConfigError if they are invalid.
         assert self.autoscaler is not None
+        if self.listen and self.more_models:
+            raise ConfigError(
+                "--listen and several models cannot be given together; start a cluster for each "
+                "model, or leave --listen out"
+            )
+        check_groups(self.group, [each.group for each in self.further()])
+
+    def further(self) -> list["LaunchOptions"]:
+        """Returns the options of the further models. Raises ConfigError."""
+        own = _OF_MODEL | _OF_ONE_MODEL
+        return [
+            settings_of(self, LaunchOptions, entry, own=own, reset=_OF_ONE_MODEL)
+            for entry in split_models(self.more_models)
+        ]
+
+    @property
+    def group(self) -> str:
+        """Name of the pools of this model, if it is a further one."""
+        return group_name(self.served_model_name or self.model)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers of all roles and models."""
+        own = self.num_prefill + self.num_decode + self.num_encode
+        return own + sum(each.num_workers for each in self.further())
 
     @property
     def autoscaler(self) -> AutoscaleConfig:
@@ -185,18 +231,30 @@ class LaunchOptions(Options):
     def workers_on_gpu(self, num_gpus: int) -> int:
         """Number of workers that share one of a machine's GPUs, at most; 1 without GPUs. The
         autoscaler may start more workers later, and they count, too."""
-        if not num_gpus or self.engine.device == "cpu":
+        if not num_gpus:
             return 1
+        models = [each for each in (self, *self.further()) if each.engine.device != "cpu"]
+        # A worker takes one of the places that groups of GPUs of its size are.
+        taken = sum(
+            Fraction(each.num_workers_max, max(1, num_gpus // each.gpus_per_worker))
+            for each in models
+        )
+        shared = max(1, math.ceil(taken))
+        return min(shared, self.gpu_limit(num_gpus) or shared)
+
+    @property
+    def num_workers_max(self) -> int:
+        """Largest number of workers of this model that run at once."""
         num_workers = self.num_prefill + self.num_decode
         if self.autoscale == "on":
             num_workers = max(num_workers, 2 * self.autoscale_max)
-        shared = -(-num_workers // max(1, num_gpus // self.gpus_per_worker))
-        return min(shared, self.gpu_limit(num_gpus) or shared)
+        return num_workers + self.num_encode
 
-    def engine_on(self, num_gpus: int) -> EngineOptions:
+    def engine_on(self, num_gpus: int, num_shared: int | None = None) -> EngineOptions:
         """The engine's options for a worker on a machine with `num_gpus`: it gets its part of the
-        memory of the GPU that it shares."""
-        if (num_shared := self.workers_on_gpu(num_gpus)) == 1:
+        memory of the GPU that it shares with `num_shared` workers, by default `workers_on_gpu`."""
+        num_shared = num_shared or self.workers_on_gpu(num_gpus)
+        if num_shared == 1:
             return self.engine
         # Rounded down to 4 digits, so that the parts are not more than the whole.
         part = int(self.engine.gpu_memory_utilization / num_shared * 1e4) / 1e4
@@ -231,6 +289,45 @@ class LaunchOptions(Options):
     @property
     def admin_grpc_address(self) -> str:
         return f"{_reachable(self.admin.host)}:{self.admin.grpc_port}"
+
+
+# Options of `tandem up` that each further model may set for itself. Without an entry, it has the
+# value that holds for all models.
+_OF_MODEL = names_of(EngineOptions, TransferConfig) | {
+    *("--model-impl", "--prefill", "--decode", "--encode"),
+    *("--autoscale", "--autoscale-min", "--autoscale-max"),
+    *("--varying-lines", "--kv-budgets", "--ttft-limit", "--ttft-limit-token"),
+}
+# The same, but they describe one model, so that the value of the first model suits no other one.
+_OF_ONE_MODEL = names_of(AnswerConfig) | {
+    *("--model-revision", "--served-model-name", "--model-aliases", "--score-template"),
+    *("--lora", "--max-model-len", "--speculative-config", "--num-blocks"),
+}
+# Options of AdmissionOptions that a router has once for all models.
+_OF_ROUTER = names_of(AdmissionOptions) - _OF_MODEL - _OF_ONE_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherModel:
+    """A model of the cluster beside the first one."""
+
+    options: LaunchOptions
+    folder: ModelFolder
+    name: str  # name of the model in the API
+
+    @property
+    def group(self) -> str:
+        return self.options.group
+
+    @property
+    def entry(self) -> list[str]:
+        """The model's entry in `--more-models` of a router."""
+        options = self.options
+        argv = ["--group", self.group, "--served-model-name", self.name]
+        # Otherwise a router would give the further model the first one's values.
+        argv += to_argv(options.admission, without=_OF_ROUTER, with_defaults=True)
+        argv += [*to_argv(options.answers), *to_argv(options.autoscaler)]
+        return [str(self.folder.path), *as_words(argv)]
 
 
 def check_listen(address: str, option: str = "--listen") -> None:
@@ -274,7 +371,7 @@ def check_gpus(options: LaunchOptions, num_gpus: int, driver: Driver | None, car
     if options.listen:
         return
     limit = options.gpu_limit(num_gpus)
-    num_workers = options.num_prefill + options.num_decode
+    num_workers = options.num_workers
     needed = options.gpus_per_worker
     places = num_gpus // needed  # for workers that share no GPU
     has = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
@@ -292,16 +389,22 @@ def check_gpus(options: LaunchOptions, num_gpus: int, driver: Driver | None, car
         )
 
 
-def check_gpu_memory(options: LaunchOptions, model: ModelFolder | None, cards: Cards) -> None:
+def check_gpu_memory(
+    options: LaunchOptions,
+    model: ModelFolder | None,
+    cards: Cards,
+    num_shared: int | None = None,
+) -> None:
     """Raises ConfigError if a worker's part of a GPU is too small for the weights, or for the
     weights and a KV pool of a given size. Other programs on the GPU, steps and graphs are not
-    counted: each worker measures them. Does nothing if the GPUs' memory is unknown."""
+    counted: each worker measures them. Does nothing if the GPUs' memory is unknown. `num_shared`
+    workers share a GPU, by default `workers_on_gpu`."""
     if not cards.total_bytes or options.engine.device == "cpu":
         return
     num_gpus = len(cards.total_bytes)
     total = min(cards.total_bytes)
-    num_shared = options.workers_on_gpu(num_gpus)
-    engine = replace(options.engine_on(num_gpus), kv_host_bytes=0)
+    num_shared = num_shared or options.workers_on_gpu(num_gpus)
+    engine = replace(options.engine_on(num_gpus, num_shared), kv_host_bytes=0)
     dtype = compute_dtype(engine, has_bfloat16=True)
     kernels = "triton" if engine.kernels == "auto" else engine.kernels
     need = worker_need(engine, model, dtype=dtype, kernels=kernels)
@@ -351,32 +454,40 @@ def make_spec(
     cluster_id: str,
     run_folder: Path,
     model: Path,
+    more: Sequence[FurtherModel] = (),
     host_id: str = "",
     number: int = 0,
 ) -> ClusterSpec:
     """Builds the spec of the cluster. `model` is the folder of the model that `options.model`
-    names."""
-    sizes: dict[Pool, int] = {
-        "router": options.num_routers,
-        "prefill": options.num_prefill,
-        "decode": options.num_decode,
-    }
+    names, and `more` has the further models."""
     num_gpus = count_gpus(os.environ)
-    engine = options.engine_on(num_gpus)
-    grpc: dict[Pool, PoolCommand] = {}
+    num_shared = options.workers_on_gpu(num_gpus)
+    sizes: dict[PoolName, int] = {"router": options.num_routers}
+    pools: dict[PoolName, PoolCommand] = {
+        "router": _router(options, model, run_folder, more, api="http")
+    }
     if not options.no_grpc:
-        grpc["grpc"] = _router(options, model, run_folder, api="grpc")
+        pools["grpc"] = _router(options, model, run_folder, more, api="grpc")
+    for group, own, folder in [
+        ("", options, model),
+        *((m.group, m.options, m.folder.path) for m in more),
+    ]:
+        wanted: dict[Pool, int] = {"prefill": own.num_prefill, "decode": own.num_decode}
+        if own.num_encode:
+            wanted["encode"] = own.num_encode
+        engine = own.engine_on(num_gpus, num_shared)
+        for role, size in wanted.items():
+            pool = pool_name(group, role)
+            sizes[pool] = size
+            pools[pool] = _worker(role, group, own, engine, folder, run_folder)
+    nodes = by_node(os.sched_getaffinity(0))
     return ClusterSpec(
         cluster_id=cluster_id,
         run_folder=str(run_folder),
-        pools={
-            "router": _router(options, model, run_folder, api="http"),
-            **grpc,
-            "prefill": _worker("prefill", options, engine, model, run_folder),
-            "decode": _worker("decode", options, engine, model, run_folder),
-        },
+        pools=pools,
         wanted={pool: int(size) for pool, size in sizes.items()},
-        cores=sorted(os.sched_getaffinity(0)),
+        cores=[core for node in nodes for core in node],
+        numa=[len(node) for node in nodes],
         num_gpus=num_gpus,
         workers_per_gpu=options.gpu_limit(num_gpus),
         host_id=host_id,
@@ -406,7 +517,12 @@ def _tls(options: LaunchOptions, run_folder: Path, kind: Kind) -> list[str]:
 
 
 def _router(
-    options: LaunchOptions, model: Path, run_folder: Path, *, api: Literal["http", "grpc"]
+    options: LaunchOptions,
+    model: Path,
+    run_folder: Path,
+    more: Sequence[FurtherModel],
+    *,
+    api: Literal["http", "grpc"],
 ) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.router", "--model", str(model)]
     if options.served_model_name:
@@ -419,7 +535,10 @@ def _router(
     command += [*_tls(options, run_folder, "router"), *to_argv(options.tls)]
     command += [*to_argv(options.admission), *to_argv(options.addresses)]
     command += to_argv(options.answers)
+    command += to_argv(options.files) if api == "http" else []
     command += to_argv(options.autoscaler)
+    if more:
+        command += [OPTION, join_models(each.entry for each in more)]
     if api == "http":
         ports = {
             "http_port": options.http_port,
@@ -437,10 +556,17 @@ def _router(
 
 
 def _worker(
-    role: Pool, options: LaunchOptions, engine: EngineOptions, model: Path, run_folder: Path
+    role: Pool,
+    group: str,
+    options: LaunchOptions,
+    engine: EngineOptions,
+    model: Path,
+    run_folder: Path,
 ) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.worker", "--role", role, "--worker-id", "{id}"]
     command += ["--model", str(model), "--cores", "{cores}"]
+    if group:
+        command += ["--group", group]
     if options.listen:
         command += ["--host", options.listen]
     command += _tls(options, run_folder, "worker")

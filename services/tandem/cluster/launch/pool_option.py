@@ -1,4 +1,4 @@
-"""Parses `--prefill`, `--decode` and `--routers`: SIZE, or SIZE:LABEL=VALUE,..."""
+"""Parses `--prefill`, `--decode`, `--encode` and `--routers`: SIZE, or SIZE:LABEL=VALUE,..."""
 
 import re
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
 from tandem.cluster.processes import process
 from tandem.cluster.processes.process import DetachedProcess
-from tandem.common.config.cluster import ROUTER_POOLS
+from tandem.common.config.cluster import ROUTER_POOLS, role_of
 from tandem.common.process.progress import ProgressRow
 from tandem.errors import ConfigError
 from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
@@ -73,7 +73,8 @@ class Readiness:
                     )
                 time.sleep(_INTERVAL_S)
             workers = [m.member_id for m in self.members if m.pool not in ROUTER_POOLS]
-            self.records = [r for r in (self._record(m, redis) for m in workers) if r]
+            records = [self._record(m, redis) for m in workers]
+            self.records = [r for r in records if r is not None and r.has_kv]
 
     def _steps(self, loaded: int, to_load: int) -> list[ProgressRow]:
         """Builds the progress rows: how many processes are ready, and how many bytes of weights are
@@ -112,7 +113,7 @@ class Readiness:
             except urllib.error.HTTPError:
                 # The router is up, but not ready. That is enough if all decode workers are on other
                 # machines, because the router may be waiting for them.
-                return all(m.pool != "decode" for m in self.members)
+                return all(role_of(m.pool) != "decode" for m in self.members)
             except (OSError, ValueError):  # no answer, or the URL is not announced yet
                 return False
         record = self._record(member_id, redis)

@@ -13,6 +13,8 @@ from rich.markup import escape
 from tandem.cluster.launch.activity import kv_tokens
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.pools import Member
+from tandem.common.config.cluster import ROUTER_POOLS
+from tandem.common.pool_sizes import sizes_in_words
 from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.net.store.registry import WorkerRecord
 
@@ -63,12 +65,17 @@ class LaunchScreen:
         records: Sequence[WorkerRecord],
         logs: str,
         command_to_join: str = "",
+        *,
+        generates: bool = True,
+        more: Sequence[str] = (),
     ) -> None:
-        """Prints the summary. `records` are the workers' records from Redis."""
+        """Prints the summary. `records` are the workers' records from Redis. `generates` is False
+        for a model that continues no text, such as a reranker. `more` has the names of the further
+        models."""
         print_ = self._console.print
         options = self._options
-        pools = Counter(m.pool for m in members if m.pool in ("prefill", "decode"))
-        workers = " and ".join(f"{number} {pool}" for pool, number in sorted(pools.items()))
+        pools = Counter(m.pool for m in members if m.pool not in ROUTER_POOLS)
+        workers = sizes_in_words(sorted(pools.items()))
         after = f"after {time.monotonic() - self._started:.1f} s"
         if pools["decode"] or options.listen:
             print_(f"\n[bold green]ready[/] {after} with {workers or 'no'} workers")
@@ -78,6 +85,8 @@ class LaunchScreen:
                 "worker; add one with `tandem scale decode=1`"
             )
         print_(f"  model    [bold]{escape(model)}[/]{_precision(records)}")
+        for name in more:
+            print_(f"  model    [bold]{escape(name)}[/]")
         for line in _kernels(records):
             print_(f"  kernels  {line}")
         if num_tokens := kv_tokens(records):
@@ -90,7 +99,9 @@ class LaunchScreen:
             f"  admin    [bold]{admin}/[/] (live page), gRPC {escape(options.admin_grpc_address)}"
         )
         print_(f"  logs     {escape(logs)}")
-        if pools["decode"]:
+        if pools["decode"] and not generates:
+            print_(f"this model continues no text; {url}/v1/models lists its tasks")
+        elif pools["decode"]:
             message = {"role": "user", "content": _PROMPT}
             body = {"model": model, "temperature": 0, "messages": [message]}
             api = f"{options.http_url}/v1/chat/completions"

@@ -34,10 +34,15 @@ _POLL_S = 0.2
 _STATE = ".local/state"
 
 
-def runs_folder() -> Path:
-    """Returns the folder of all runs (XDG Base Directory Specification)."""
+def state_folder() -> Path:
+    """Returns the folder for what outlives a run (XDG Base Directory Specification)."""
     state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / _STATE) / "tandem" / "runs"
+    return (Path(state) if state else Path.home() / _STATE) / "tandem"
+
+
+def runs_folder() -> Path:
+    """Returns the folder of all runs."""
+    return state_folder() / "runs"
 
 
 class Addresses(msgspec.Struct, frozen=True):

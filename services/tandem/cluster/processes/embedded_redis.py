@@ -184,6 +184,9 @@ class EmbeddedRedis:
                 'save ""',
                 "appendonly no",
                 "databases 1",
+                # Background work of the server twice a second, instead of ten times. So the
+                # timeouts of blocking calls and the server's end are up to half a second late.
+                "hz 2",
                 f"maxmemory {self._memory_bytes_max}",
                 # Evicting single keys would leave holes in the prefix tree. After a refused write,
                 # a worker publishes again later.

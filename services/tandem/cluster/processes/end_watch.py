@@ -1,16 +1,17 @@
-"""Waits without polling for the end of processes that are not children of this one."""
+"""Waits without polling for the end of processes that are not children of this one, and for output
+of those that are."""
 
 import os
 import select
 
 
 class EndWatch:
-    """Watches processes. Each process has a name, which `wait` returns when the process has
-    ended."""
+    """Watches processes and their output. Each has a name, which `wait` returns when the process
+    has ended, or when there is output."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._names: dict[int, str] = {}  # pidfd -> name
+        self._names: dict[int, str] = {}  # pidfd, or a copy of the output's descriptor -> name
         self._gone: list[str] = []
 
     def add(self, name: str, pid: int) -> None:
@@ -20,8 +21,11 @@ class EndWatch:
         except ProcessLookupError:
             self._gone.append(name)
             return
-        self._names[pidfd] = name
-        self._poll.register(pidfd, select.POLLIN)
+        self._register(name, pidfd)
+
+    def add_output(self, name: str, fd: int) -> None:
+        """Watches a pipe until there is something to read, or until its writer has ended."""
+        self._register(name, os.dup(fd))
 
     def forget(self, *names: str) -> None:
         self._gone = [name for name in self._gone if name not in names]
@@ -29,17 +33,21 @@ class EndWatch:
             self._close(pidfd)
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Waits until a process has ended and returns its name. Each name is returned once. Returns
-        None after `timeout_s`."""
+        """Waits until a process has ended, or an output can be read, and returns the name. Each
+        name is returned once. Returns None after `timeout_s`."""
         if not self._gone:
             timeout_ms = None if timeout_s is None else round(timeout_s * 1000)
             self._gone += [self._close(pidfd) for pidfd, _ in self._poll.poll(timeout_ms)]
         return self._gone.pop(0) if self._gone else None
 
     def close(self) -> None:
-        """Stops watching all processes."""
+        """Stops watching."""
         for pidfd in list(self._names):
             self._close(pidfd)
+
+    def _register(self, name: str, fd: int) -> None:
+        self._names[fd] = name
+        self._poll.register(fd, select.POLLIN)
 
     def _close(self, pidfd: int) -> str:
         self._poll.unregister(pidfd)

@@ -5,9 +5,10 @@
 The program creates the file `leaving` in the run folder and sends SIGTERM to each worker, which
 then drains. The program exits when all workers have ended or the deadline has passed.
 
-The program uses neither Ray nor Redis, because the agents of the node may have ended. An agent that
+The program uses neither Ray nor Redis, because the agents of the node may have ended. A keeper that
 still runs and finds the file does not restart its worker, and reports to the controller that the
-worker drains. The file must be removed before Ray is started on the node again.
+worker drains. Its agent remains until the node ends, so that Ray places nothing else on the node.
+The file must be removed before Ray is started on the node again.
 """
 
 import logging

@@ -8,8 +8,9 @@ the members with their states.
 Only the controller writes the state. It does so before it sends commands, and again if Redis has
 lost the state.
 
-Agents read the state. An agent that Ray restarted has forgotten a command to drain its process, and
-the controller may not run at that time. So the agent looks up whether the process is still wanted.
+Keepers read the state (keeper.py). A keeper may not know of a command to drain its process that an
+earlier keeper received, and the controller may not run at that time. So the keeper looks up whether
+the process is still wanted.
 """
 
 import logging
@@ -20,7 +21,7 @@ import msgspec
 
 from tandem.cluster.pools import ClusterSpec, Host, Leave, Member
 from tandem.cluster.processes.head_lease import fenced_set
-from tandem.common.config.cluster import Pool
+from tandem.common.config.cluster import PoolName
 from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.net.store.pair_rates import read_pair_bandwidths
 
@@ -31,20 +32,21 @@ _SPEC_FILE = "spec.json"
 
 
 class Owned(msgspec.Struct):
-    wanted: dict[Pool, int]
+    wanted: dict[PoolName, int]
     members: list[Member]
     number: int = 0  # fencing number of the head whose controller wrote this state
     # hosts that were not lost when this state was written; a new Ray head waits for them to join
     hosts: list[Host] = []
 
-    def wants(self, agent_name: str) -> bool:
-        """Says whether the process of this agent should run: it is in `members`, and is not
+    def wants(self, keeper_name: str) -> bool:
+        """Says whether the process of this keeper should run: it is in `members`, and is not
         draining, gone or lost."""
-        return any(m.agent_name == agent_name and not m.leaves for m in self.members)
+        return any(m.keeper_name == keeper_name and not m.leaves for m in self.members)
 
-    def was_started(self, agent_name: str) -> bool:
-        """Says whether the agent's process was started before, by this agent or an earlier one."""
-        return any(m.agent_name == agent_name and m.state != "pending" for m in self.members)
+    def was_started(self, keeper_name: str) -> bool:
+        """Says whether the keeper's process was started before, by this keeper or an earlier
+        one."""
+        return any(m.keeper_name == keeper_name and m.state != "pending" for m in self.members)
 
     def write(self, run_folder: Path) -> None:
         fresh = (run_folder / _FILE).with_suffix(".new")

@@ -1,8 +1,9 @@
-"""Starts a pool's process so that it outlives its agent (ray/agent.py), and finds it again later.
+"""Starts a pool's process so that it outlives its keeper (keeper.py), and finds it again later.
 
 The process has a record, the file RUN_FOLDER/processes/ID.json with its pid and start time. The
 start time shows whether the pid now belongs to another process. The process is not a child of the
-agent (detach.py), so its exit status may be unknown, but a pidfd reports its end without polling.
+keeper's process (detach.py), so its exit status may be unknown, but a pidfd reports its end without
+polling.
 """
 
 import json
@@ -25,7 +26,7 @@ from tandem.common.config.cluster import (
     REDIS_URL_OF_KIND,
     REDIS_URL_VARIABLE,
     ROUTER_POOLS,
-    Pool,
+    PoolName,
 )
 from tandem.common.process import endings
 from tandem.errors import ConfigError
@@ -35,6 +36,8 @@ _DETACH_DEADLINE_S = 30.0
 _LOG_TAIL_LINES = 15
 _TAIL_BYTES = 8192
 _RESTART_FIRST_S, _RESTART_MAX_S = 0.25, 30.0
+# if a process ran for this many seconds, its restarts begin again with the shortest pause
+HEALTHY_AFTER_S = 60.0
 _LAST_LINE_MAX = 300
 # A process logs a warning about its failure within this time before its end.
 _AT_FAILURE_S = 10.0
@@ -183,9 +186,11 @@ def log_path(run_folder: Path, process_id: str) -> Path:
     return run_folder / "logs" / f"{process_id}.log"
 
 
-def child_environment(environment: Mapping[str, str], pool: Pool | None = None) -> dict[str, str]:
+def child_environment(
+    environment: Mapping[str, str], pool: PoolName | None = None
+) -> dict[str, str]:
     """Copies the environment for a process of a pool, without Ray's settings and the operator's API
-    key. Ray's settings are meant for the agent only.
+    key. Ray's settings are meant for the keeper's process only.
 
     REDIS_URL_VARIABLE is set to the Redis URL for this kind of process, router or worker. The
     variables with the URLs for other kinds are removed. If `pool` is None, all URLs are kept,

@@ -1,240 +1,229 @@
-"""The agent of one process of a pool: a small detached Ray actor that keeps the process running.
+"""Agents: detached Ray actors that keep the processes of other hosts running.
 
-  state        meaning                                            next state
-  running      the process runs                                   restarting, if the process ends
-  restarting   the agent waits (back-off), then starts it again   running
-  draining     the process got SIGTERM; SIGKILL at the deadline   gone
-  gone         the process has ended for good
+A host has one agent, which keeps all processes of its host running (processes/keeper.py). The host
+of the pool controller has none, because the controller keeps the processes of its own host itself.
+On nodes that Ray starts and ends (`ClusterSpec.on_nodes`), each process has an agent of its own,
+which takes the resources of the process on the node.
 
-A new agent takes over its process if the process already runs; otherwise the agent starts the
-process. `drain` makes a running process drain. A process that is not wanted any more when its agent
-starts is drained, or not started.
+Few agents are good: each Ray actor wakes 100 times a second and takes 0.6% of a core when idle.
 
-With several hosts, a router first receives LEAVE_SIGNAL. It then reports to its clients that it
-leaves, and is drained `leave_notice_s` later.
+If an agent ends, Ray starts it again. It then reads the controller's state, and keeps the processes
+of its host before any controller calls it.
 
-A Ray node that is about to end is marked (leave_node.py). The agents of the node then drain their
-processes and start none. The agents remain until the node ends, so that Ray places nothing else on
-the node.
-
-The process is not a child of the agent: it continues if the agent, the raylet or all of Ray ends,
-and a restarted agent finds it by its record. A restarted agent reads from the controller's state
-(owned.py) whether the process should still run, because only the earlier agent may have received
-`drain`. A thread watches the process: it sleeps in poll(2) and checks every 2 s whether the process
-is stopped. The agent reports each change to the controller, and sends nothing while nothing
-changes.
+The controller calls `changes`, which returns when a process has changed its state. So a controller
+that was restarted misses nothing, and nothing is sent while nothing changes.
 """
 
 import logging
 import os
-import re
-import select
+import secrets
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import ray
 
-from tandem.cluster.gpus import with_gpus
-from tandem.cluster.pools import ClusterSpec, Member, MemberState
-from tandem.cluster.processes import leave_node, owned, process
-from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
-from tandem.cluster.processes.process import DetachedProcess
-from tandem.cluster.ray.vital_thread import start_vital
-from tandem.common.config.cluster import (
-    LEAVE_SIGNAL,
-    REDIS_URL_VARIABLE,
-    ROUTER_POOLS,
-    RUN_FOLDER_VARIABLE,
-)
-from tandem.common.process import endings, own_files
-from tandem.errors import ConfigError
+from tandem.cluster.pools import ClusterSpec, Member
+from tandem.cluster.processes.keeper import Keepers, Report
+from tandem.cluster.processes.owned import read_spec
+from tandem.cluster.processes.vital_thread import start_vital
+from tandem.common.config.cluster import RUN_FOLDER_VARIABLE
+from tandem.common.process import own_files
 from tandem.net.observability.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
-CONTROLLER_NAME = "pool-controller"
-_CHECK_INTERVAL_S = 2.0
-_STOPPED = {True: "is suspended, for example by SIGSTOP", False: "runs again"}
-# if a process ran for this many seconds, its restarts begin again with the shortest pause
-HEALTHY_AFTER_S = 60.0
+_RETRY_S = 2.0
+_MAX_CALLS = 8  # calls that an agent handles at once; at most one call of `changes` waits
+
+# The changes that a controller has received: (agent's random id, number of the last change).
+Seen = tuple[str, int]
+_NOTHING: Seen = ("", 0)
 
 
 class Agent:
-    """Keeps one process running. The pool controller creates it as the actor
-    `member.agent_name`."""
+    """Keeps the processes of a host, or one process of a Ray node, running. `RemoteAgent` creates
+    it as an actor."""
 
-    def __init__(self, spec: ClusterSpec, member: Member) -> None:
-        configure_logging(member.agent_name)
+    def __init__(self, spec: ClusterSpec, member: Member | None) -> None:
+        """`spec` is the controller's. `member` is the process of an agent on a Ray node; None: the
+        agent keeps all processes of its host."""
+        folder = Path(os.environ.get(RUN_FOLDER_VARIABLE, spec.run_folder))
         if spec.on_nodes:
-            folder = os.environ.get(RUN_FOLDER_VARIABLE, spec.run_folder)
             # The records of this node's processes are written to this folder.
-            own_files.make_folder(Path(folder))
-            spec = msgspec.structs.replace(spec, run_folder=folder)
-        elif member.host:
-            # `spec` describes the host of the controller. The spec of this host is in its run
-            # folder.
-            spec = read_spec(Path(os.environ[RUN_FOLDER_VARIABLE]))
-        self._spec = spec
-        self._member = member
-        self._run_folder = Path(spec.run_folder)
-        self._shared = SharedOwned(os.environ.get(REDIS_URL_VARIABLE, ""), spec.cluster_id, 0)
-        self._command = spec.pools[member.pool].filled(member)
-        if spec.on_nodes:
-            self._command = [expand(word, os.environ) for word in self._command]
-        self._wake_fd = os.eventfd(0)  # becomes readable when `drain` is called
-        self._state: MemberState = "pending"
-        self._pid = 0
-        self._num_starts = 0  # number of restarts; the first start does not count
-        # True: the process was started before, perhaps by an earlier agent. The next start is a
-        # restart.
-        self._was_started = member.state != "pending"
-        self._last_line = ""
-        self._ending = ""
-        self._is_stopped = False
-        start_vital("watch", self._run)
-
-    def drain(self) -> None:
-        """Ends the process permanently. The agent reports `gone` when it has ended."""
-        os.eventfd_write(self._wake_fd, 1)
-
-    def status(self) -> tuple[str, MemberState, int, int, str, str, bool]:
-        """Returns the report of this agent: (agent name, state, pid, number of restarts, what the
-        previous process logged about its failure, how that process ended, whether the process is
-        stopped)."""
-        name = self._member.agent_name
-        last = (self._last_line, self._ending)
-        return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
-
-    def _run(self) -> None:
-        backoff = process.restart_backoff()
-        while True:
-            started_at = time.monotonic()
-            running = self._find()
-            if self._node_is_ending():
-                self._end_with_node(running)
-                return
-            known = self._read_owned()
-            if known is not None and not known.wants(self._member.agent_name):
-                if running is not None:
-                    self._stop(running)
-                else:
-                    self._report("gone", 0)
-                return
-            self._was_started |= known is not None and known.was_started(self._member.agent_name)
-            running = running or self._start()
-            self._was_started = True
-            if running is not None:
-                self._report("running", running.pid)
-                if not self._watch(running):
-                    self._stop(running)
-                    return
-                if self._node_is_ending():
-                    continue
-            if time.monotonic() - started_at > HEALTHY_AFTER_S:
-                backoff.reset()
-            self._report("restarting", 0)
-            if select.select([self._wake_fd], [], [], backoff.next_s())[0]:
-                self._report("gone", 0)
-                return
-
-    def _node_is_ending(self) -> bool:
-        return self._spec.on_nodes and leave_node.leaves(self._run_folder)
-
-    def _end_with_node(self, running: DetachedProcess | None) -> None:
-        if running is not None:
-            self._stop(running)
+            own_files.make_folder(folder)
+            spec = msgspec.structs.replace(spec, run_folder=str(folder))
         else:
-            self._report_ended()
+            spec = read_spec(folder)
+        configure_logging(member.keeper_name if member else f"agent-{spec.host_id}")
+        self._id = secrets.token_hex(8)
+        self._num_changes = 0
+        self._reports: dict[str, tuple[int, Report]] = {}  # keeper's name -> (number, last report)
+        self._num_calls = 0  # calls of `changes`
+        self._changed = threading.Condition()
+        self._host_id = spec.host_id
+        self._keepers = Keepers(spec, self._note)
+        if member is not None:
+            self._keepers.keep(member)
+        else:
+            start_vital("known processes", self._keep_known)
 
-    def _watch(self, running: DetachedProcess) -> bool:
-        """Waits until the process ends by itself, and records how. Returns False on `drain` or if
-        the node is about to end."""
-        oom_kills = endings.oom_kills()
-        while not running.wait(_CHECK_INTERVAL_S, self._wake_fd):
-            if select.select([self._wake_fd], [], [], 0)[0] or self._node_is_ending():
-                return False
-            oom_kills = endings.oom_kills()
-            if running.is_stopped != self._is_stopped:
-                self._is_stopped = not self._is_stopped
-                log.warning("%s %s", running.process_id, _STOPPED[self._is_stopped])
-                self._report("running", running.pid)
-        self._is_stopped = False
-        self._ending = running.ending(oom_kills)
-        self._last_line = process.last_warning(running.log_path)
-        running.close()
-        log.warning(
-            "%s ended (%s); its log is %s",
-            running.process_id,
-            self._ending or "the cause is unknown",
-            running.log_path,
-        )
-        return True
+    def keep(self, member: Member) -> None:
+        """Keeps the member's process running until `drain`."""
+        self._keepers.keep(member)
 
-    def _read_owned(self) -> Owned | None:
-        if self._spec.on_nodes:
-            # Nodes cannot read the controller's state. The controller sends `drain` to the agents
-            # of unwanted processes instead.
-            return None
-        if not self._member.host:
-            return owned.read(self._run_folder)
-        return self._shared.read()
+    def drain(self, keeper_name: str) -> None:
+        """Ends a process permanently. `changes` reports `gone` when it has ended."""
+        self._keepers.drain(keeper_name)
 
-    def _find(self) -> DetachedProcess | None:
-        member_id = self._member.member_id
-        if (found := process.find(member_id, self._run_folder)) is not None:
-            log.info(
-                "%s already runs as process %d; this Ray actor now watches that process",
-                member_id,
-                found.pid,
-            )
-        return found
+    def changes(self, seen: Seen) -> tuple[Seen, list[Report]]:
+        """Waits for changes after `seen`. Returns what the caller has seen then, and the last
+        report of each process that has changed. Returns at once if `seen` is of another agent, and
+        when the next call begins: then the caller of this one has ended."""
+        with self._changed:
+            self._num_calls += 1
+            number = self._num_calls
+            self._changed.notify_all()
+            is_known = seen[0] == self._id
+            since = seen[1] if is_known else 0
+            # The caller has the reports up to `since`, so those of ended processes can go.
+            self._reports = {
+                name: (at, report)
+                for name, (at, report) in self._reports.items()
+                if at > since or report.state != "gone"
+            }
+            if is_known:
+                self._changed.wait_for(
+                    lambda: self._num_changes > since or self._num_calls > number
+                )
+            new = [report for at, report in self._reports.values() if at > since]
+            return (self._id, self._num_changes), new
 
-    def _start(self) -> DetachedProcess | None:
-        member_id = self._member.member_id
+    def _note(self, report: Report) -> None:
+        with self._changed:
+            self._num_changes += 1
+            self._reports[report.keeper_name] = self._num_changes, report
+            self._changed.notify_all()
+
+    def _keep_known(self) -> None:
+        """Keeps the processes that the controller's state has for this host. Waits while Redis is
+        unreachable or has no state."""
+        while (known := self._keepers.read_owned()) is None:
+            time.sleep(_RETRY_S)
+        for member in known.members:
+            if member.host == self._host_id and member.state != "lost":
+                self._keepers.keep(member)
+
+
+class RemoteAgent:
+    """The controller's connection to an agent. All methods are called in the controller's
+    thread."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: ClusterSpec,
+        member: Member | None,
+        *,
+        replaces: str,
+        resources: Mapping[str, float],
+        labels: Mapping[str, str],
+        post: Callable[[Callable[[], None]], None],
+        report: Callable[[Report], None],
+    ) -> None:
+        """Creates the actor `name` on a node with these labels, or connects to the existing one.
+        Ends the actor `replaces` if there is one; its process continues.
+        `post` runs a function in the controller's thread, and `report` gets each report there."""
+        taken = dict(resources)
+        self._actors = ray.remote(
+            num_cpus=taken.pop("CPU", 0),
+            num_gpus=taken.pop("GPU", 0),
+            max_restarts=-1,
+            max_task_retries=-1,  # calls wait while the agent is being restarted
+            max_concurrency=_MAX_CALLS,
+            lifetime="detached",
+            resources=taken,
+            label_selector=dict(labels),
+        )(Agent)
+        self._name = name
+        self._started_with = (spec, member)
+        with suppress(ValueError):  # there is none
+            ray.kill(ray.get_actor(replaces))
+        self._actor = self._connect()
+        self._agent_id = ""
+        self._members: dict[str, Member] = {}  # keeper's name -> the member whose process is kept
+        self._post = post
+        self._report = report
+        self._is_ended = False
+        self._has_failed = False
+        self._request_changes(_NOTHING)
+
+    def keep(self, member: Member) -> None:
+        self._members[member.keeper_name] = member
+        self._log_failure(self._actor.keep.remote(member), f"keep {member.member_id} running")
+
+    def drain(self, keeper_name: str) -> None:
+        self._members.pop(keeper_name, None)
+        self._log_failure(self._actor.drain.remote(keeper_name), f"end {keeper_name}")
+
+    def end(self) -> None:
+        """Ends the agent. Its processes continue."""
+        self._is_ended = True
+        ray.kill(self._actor)
+
+    def _connect(self) -> Any:
+        return self._actors.options(name=self._name, get_if_exists=True).remote(*self._started_with)
+
+    def _log_failure(self, call: Any, what: str) -> None:
+        def log_error(done: Future[None]) -> None:
+            if not self._is_ended and (error := done.exception()) is not None:
+                log.error("the Ray actor %s could not %s: %s", self._name, what, error)
+
+        call.future().add_done_callback(log_error)
+
+    def _request_changes(self, seen: Seen) -> None:
+        if not self._is_ended:
+            future = self._actor.changes.remote(seen).future()
+            future.add_done_callback(lambda done: self._post(lambda: self._take(done)))
+
+    def _take(self, changes: Future[tuple[Seen, list[Report]]]) -> None:
+        if self._is_ended:
+            return
         try:
-            self._num_starts += self._was_started
-            environment = process.child_environment(os.environ, self._member.pool)
-            environment = with_gpus(environment, self._member.gpus)
-            return process.start(member_id, self._command, self._run_folder, environment)
-        except (ConfigError, OSError) as error:
-            log.error("%s cannot be started: %s", member_id, error)
-            return None
+            seen, reports = changes.result()
+        except ray.exceptions.RayError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                log.warning(
+                    "the Ray actor %s, which keeps processes running, does not answer: %s. The "
+                    "state of its processes is unknown until it answers",
+                    self._name,
+                    error,
+                )
+            if isinstance(error, ray.exceptions.ActorDiedError):
+                # Ray does not restart an actor that has failed while it was created.
+                self._actor = self._connect()
+            self._later(lambda: self._request_changes(_NOTHING))
+            return
+        self._has_failed = False
+        is_new = seen[0] != self._agent_id
+        if is_new:  # a new process of the actor, which may know no members
+            self._agent_id = seen[0]
+            for member in list(self._members.values()):
+                self.keep(member)
+        for report in reports:
+            self._report(report)
+        if is_new or reports:
+            self._request_changes(seen)
+        else:  # another controller's call has ended this one; one of the two ends soon
+            self._later(lambda: self._request_changes(seen))
 
-    def _stop(self, running: DetachedProcess) -> None:
-        self._report("draining", running.pid)
-        if self._member.pool in ROUTER_POOLS and self._member.host:
-            # The router's clients can switch to other hosts once they see that this router leaves.
-            running.send(LEAVE_SIGNAL)
-            running.wait(self._spec.leave_notice_s)
-        running.stop(self._spec.drain_deadline_s)
-        running.close()
-        self._report_ended()
-
-    def _report_ended(self) -> None:
-        """Reports that the process has ended: "gone", or "draining" if the node is about to end.
-        For a "gone" member the controller would remove the agent, and Ray could use the resources
-        of the agent for another process on the ending node.
-        """
-        self._report("draining" if self._node_is_ending() else "gone", 0)
-
-    def _report(self, state: MemberState, pid: int) -> None:
-        self._state = state
-        self._pid = pid
-        try:
-            controller = ray.get_actor(CONTROLLER_NAME)
-            controller.report.remote(*self.status())
-        except (ValueError, ray.exceptions.RayError) as error:
-            # This report is lost. A restarted controller requests the status of every agent.
-            log.warning(
-                "cannot report to the pool controller that %s is %s: %s",
-                self._member.member_id,
-                state,
-                error,
-            )
-
-
-def expand(word: str, variables: Mapping[str, str]) -> str:
-    """Replaces each $(NAME) by the node's environment variable of that name, like Kubernetes."""
-    return re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), word)
+    def _later(self, function: Callable[[], None]) -> None:
+        timer = threading.Timer(_RETRY_S, self._post, (function,))
+        timer.daemon = True
+        timer.start()

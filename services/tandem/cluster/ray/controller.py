@@ -1,10 +1,21 @@
-"""The pool controller: a detached Ray actor that brings each pool to its wanted size.
+"""The pool controller, which brings each pool to its wanted size.
 
-Only one thread changes the state. It handles one event at a time: a scale request (from Redis or a
-call), an agent's report, or a change of the hosts. After each event it compares wanted and actual
-pools (`pools.plan`), writes the new state to a file, creates and drains agents, and publishes the
-state of the pools in Redis. When Ray restarts the actor, the actor reads the file, finds the agents
-by name, and requests their status.
+  python -m tandem.cluster.ray.controller GCS_ADDRESS NODE_ADDRESS
+
+The program runs the controller of `tandem up` and `tandem join` on the head's host. It reads the
+spec from the first line of standard input, prints `READY`, and ends with its standard input.
+head.py starts it, and starts it again when it ends. `tandem controller` runs the controller in its
+own process.
+
+Only one thread changes the state. It handles one event at a time: a scale request from Redis, a
+report about a process, or a change of the hosts. After each event it compares wanted and actual
+pools (`pools.plan`), writes the new state to a file, has processes kept running or drained, and
+publishes the state of the pools in Redis. A controller that was started again reads the file, and
+finds the agents by name.
+
+The controller keeps the processes of its own host running itself (processes/keeper.py), and those
+of other hosts by agents (agent.py). So a cluster of one machine has no Ray actor. Its controller
+does not even import Ray: an idle connection to Ray would take 0.3% of a core and 30 MB.
 
 If machines can join, the state is also in Redis. Redis refuses the controller's writes once another
 head has a higher fencing number (head_lease.py). The controller then stops for good. It acts only
@@ -18,42 +29,43 @@ without agents.
 import logging
 import os
 import queue
-import threading
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
-import ray
-from ray.autoscaler.sdk import request_resources
 
 from tandem.cluster.pool_state import describe, gpu_waits
 from tandem.cluster.pools import (
     ClusterSpec,
     Leave,
     Member,
-    MemberState,
     lose,
     node_bundles,
     plan,
     revive,
 )
 from tandem.cluster.processes import owned
+from tandem.cluster.processes.keeper import Keepers, Report
 from tandem.cluster.processes.owned import Owned, SharedOwned
-from tandem.cluster.ray.agent import CONTROLLER_NAME, Agent
+from tandem.cluster.processes.vital_thread import start_vital
 from tandem.cluster.ray.host_watch import HostWatch
-from tandem.cluster.ray.node import HOST_LABEL, NODE_LABEL
+from tandem.cluster.ray.node import HOST_LABEL, NAMESPACE, NODE_LABEL
 from tandem.cluster.ray.scale_channel import ScaleChannel
-from tandem.cluster.ray.vital_thread import start_vital
-from tandem.common.config.cluster import REDIS_URL_VARIABLE, Pool
-from tandem.common.pool_sizes import check_sizes
+from tandem.common.config.cluster import REDIS_URL_VARIABLE, PoolName
+from tandem.common.pool_sizes import check_sizes, sized_pools
 from tandem.net.observability.logs import configure_logging
 from tandem.net.store.client import UNREACHABLE
 
+if TYPE_CHECKING:
+    from tandem.cluster.ray.agent import RemoteAgent
+
 log = logging.getLogger(__name__)
 
+READY = b"ready\n"
 _EVENTS_MAX = 10_000
 _LOST_MAX = 100
 _REPEAT_INTERVAL_S = 20.0  # seconds after which an unchanged request for nodes is sent again
@@ -61,10 +73,11 @@ _RETRY_S = 2.0  # seconds between two attempts to write the state
 
 
 class PoolController:
-    """Brings the pools of one cluster to their wanted sizes. `start_controller` creates it."""
+    """Brings the pools of one cluster to their wanted sizes, in threads of its own."""
 
     def __init__(self, spec: ClusterSpec) -> None:
-        configure_logging(CONTROLLER_NAME)
+        """Starts the controller. If machines can join, or with `spec.on_nodes`, the process must be
+        connected to Ray."""
         self._spec = spec
         self._run_folder = Path(spec.run_folder)
         redis_url = os.environ[REDIS_URL_VARIABLE]
@@ -73,12 +86,18 @@ class PoolController:
             self._shared = SharedOwned(redis_url, spec.cluster_id, spec.number)
         self._owned = self._read() or Owned(dict(spec.wanted), [])
         self._leaving: dict[str, Leave] = {}
-        self._waits: dict[Pool, str] = {}
+        self._waits: dict[PoolName, str] = {}
         self._written = b""
         self._published: dict[str, object] = {}
-        self._agents: dict[str, Any] = {}
+        # Keeps processes running: host id -> the keepers of this host, or the agent of another
+        # one. With `on_nodes`: keeper's name -> its agent.
+        self._agents: dict[str, Keepers | RemoteAgent] = {}
+        if not spec.on_nodes:
+            self._agents[spec.host_id] = Keepers(spec, self._report)
         self._events: queue.Queue[Callable[[], None]] = queue.Queue(_EVENTS_MAX)
-        self._channel = ScaleChannel(redis_url, spec.cluster_id, self.scale, number=spec.number)
+        self._channel = ScaleChannel(
+            redis_url, spec.cluster_id, self.scale, spec.pools, number=spec.number
+        )
         own = None if spec.on_nodes else spec.host
         expected = [] if spec.on_nodes else self._owned.hosts
         self._hosts = HostWatch(own, spec.host_before, expected)
@@ -88,28 +107,13 @@ class PoolController:
     def scale(self, sizes: object) -> None:
         """Sets the wanted sizes of the pools in `sizes`. Raises BadRequest that names the allowed
         sizes."""
-        checked = {p: size for p, size in check_sizes(sizes).items() if p in self._spec.pools}
+        checked = check_sizes(sizes, sized_pools(self._spec.pools))
+        checked = {pool: size for pool, size in checked.items() if pool in self._spec.pools}
         self._events.put(lambda: self._owned.wanted.update(checked))
 
-    def report(
-        self,
-        agent_name: str,
-        state: MemberState,
-        pid: int,
-        num_starts: int,
-        last_line: str = "",
-        ending: str = "",
-        is_stopped: bool = False,
-    ) -> None:
-        """Queues an agent's report about its process."""
-        process = {
-            "pid": pid,
-            "num_starts": num_starts,
-            "last_line": last_line,
-            "ending": ending,
-            "is_stopped": is_stopped,
-        }
-        self._events.put(lambda: self._take_report(agent_name, state, process))
+    def _report(self, report: Report) -> None:
+        """Queues a keeper's report about its process."""
+        self._events.put(lambda: self._take_report(report))
 
     def state(self) -> dict[str, object]:
         """Builds the state of all pools in the form that is published in Redis."""
@@ -127,7 +131,7 @@ class PoolController:
                 self._attach(member)
         self._channel.start()
         if self._shared is not None:
-            # If Ray restarted this actor, the host of the previous head may have joined already.
+            # If this controller was started again, the host of the previous head may have joined.
             # Without this update, that host would count as lost.
             self._update_hosts()
             self._hosts.start(lambda: self._events.put(self._update_hosts))
@@ -162,9 +166,9 @@ class PoolController:
             msgspec.structs.replace(m, state="draining") if m.ordinal in draining else m
             for m in planned
         ]
-        # The state is written before agents are created or drained. If the controller restarts
-        # after it created an agent, it must find the agent in the state. If an agent restarts after
-        # it was drained, it must find in the state that its process is not wanted any more.
+        # The state is written before processes are started or drained. A controller that is started
+        # again must find each agent in the state. An agent that is restarted must find in the state
+        # which processes are not wanted any more.
         ended = {m.ordinal for m in lost} & {m.ordinal for m in members if self._has_drained(m)}
         kept = _without_oldest_lost([m for m in (*planned, *add) if m.ordinal not in ended])
         if not self._write(Owned(self._owned.wanted, kept, self._spec.number, self._hosts.known())):
@@ -173,16 +177,16 @@ class PoolController:
             log.warning(
                 "%s is lost, because its host %s does not answer", member.member_id, member.host
             )
-            self._forget_agent(member)
+            self._end_own_agent(member)
         for member in drain:
             log.info("draining %s", member.member_id)
-            if member.agent_name in self._agents:
-                self._agents[member.agent_name].drain.remote()
+            self._drain(member)
         for member in (*back, *add):
             where = f" on host {member.host}" if member.host else ""
             why = f", because {member.placed_why}" if member.placed_why else ""
             log.info("adding %s%s%s", member.member_id, where, why)
             self._attach(member)
+        self._end_unused_agents()
         if self._spec.requests_nodes:
             self._nodes.request(node_bundles(self._spec, self._owned.wanted, self._owned.members))
         self._note_waits()
@@ -245,59 +249,71 @@ class PoolController:
         has_ended = member.state == "draining" and not member.pid and member.since > 0
         return self._spec.on_nodes and has_ended
 
-    def _forget_agent(self, member: Member) -> None:
-        if (agent := self._agents.pop(member.agent_name, None)) is not None:
-            ray.kill(agent)
+    def _agent_key(self, member: Member) -> str:
+        return member.keeper_name if self._spec.on_nodes else member.host
 
     def _attach(self, member: Member) -> None:
-        """Creates the member's agent, or connects to the existing one."""
-        taken = dict(self._spec.resources(member.pool))
-        actor = ray.remote(
-            num_cpus=taken.pop("CPU", 0),
-            num_gpus=taken.pop("GPU", 0),
-            max_restarts=-1,
-            lifetime="detached",
-            resources=taken,
-            label_selector=_on_host(self._spec, member.host),
-        )(Agent)
-        agent = actor.options(name=member.agent_name, get_if_exists=True).remote(self._spec, member)
-        self._agents[member.agent_name] = agent
-        # An agent that existed before reports only changes, so its current state is requested.
-        if member.pid or member.leaves:
-            threading.Thread(target=self._request_status, args=(agent,), daemon=True).start()
+        """Has the member's process kept running by this host or its own. Creates the agent that
+        this needs, or connects to the existing one."""
+        key = self._agent_key(member)
+        if key not in self._agents:
+            from tandem.cluster.ray.agent import RemoteAgent
 
-    def _request_status(self, agent: Any) -> None:
-        try:
-            self.report(*ray.get(agent.status.remote(), timeout=30))
-        except ray.exceptions.RayError as error:
-            log.warning(
-                "the Ray actor that watches a process did not answer: %s. The state of the process "
-                "is unknown until the actor reports a change",
-                error,
+            on_nodes = self._spec.on_nodes
+            self._agents[key] = RemoteAgent(
+                f"keeper-{key}",
+                self._spec,
+                member if on_nodes else None,
+                # An older version gave each member an agent with this name, with other methods.
+                replaces=f"agent-{member.keeper_name}",
+                resources=self._spec.resources(member.pool) if on_nodes else {},
+                labels={NODE_LABEL if on_nodes else HOST_LABEL: member.host},
+                post=self._events.put,
+                report=self._take_report,
             )
+        self._agents[key].keep(member)
 
-    def _take_report(
-        self, agent_name: str, state: MemberState, process: Mapping[str, object]
-    ) -> None:
-        member = next((m for m in self._owned.members if m.agent_name == agent_name), None)
+    def _drain(self, member: Member) -> None:
+        if (agent := self._agents.get(self._agent_key(member))) is not None:
+            agent.drain(member.keeper_name)
+
+    def _end_own_agent(self, member: Member) -> None:
+        """Ends the agent of a member that has one of its own. The agent of a host remains: if the
+        host is lost, Ray starts the agent again once the host is back."""
+        if self._spec.on_nodes:
+            agent = self._agents.pop(self._agent_key(member), None)
+            if agent is not None and not isinstance(agent, Keepers):
+                agent.end()
+
+    def _end_unused_agents(self) -> None:
+        """Ends the agents of hosts that have left. Ray would otherwise wait for these hosts."""
+        if not self._spec.on_nodes:
+            used = {m.host for m in self._owned.members} | self._hosts.alive.keys()
+            for host in self._agents.keys() - used:
+                agent = self._agents[host]
+                if not isinstance(agent, Keepers):
+                    agent.end()
+                    del self._agents[host]
+
+    def _take_report(self, report: Report) -> None:
+        members = self._owned.members
+        member = next((m for m in members if m.keeper_name == report.keeper_name), None)
         if member is None or member.state == "lost":
             return
-        if state == "gone":
-            self._owned.members.remove(member)
-            self._forget_agent(member)
+        if report.state == "gone":
+            members.remove(member)
+            self._end_own_agent(member)
             log.info("%s has ended", member.member_id)
             return
-        if member.leaves and state != "draining":
-            # Ray restarted the agent, and the new agent does not know that the process must drain.
-            self._agents[agent_name].drain.remote()
-            state = "draining"
-        if (member.state, member.pid) != (state, process["pid"]):
-            process = {**process, "since": time.time()}
-        self._replace(member, state=state, **process)
-
-    def _replace(self, member: Member, **changes: object) -> None:
-        at = self._owned.members.index(member)
-        self._owned.members[at] = msgspec.structs.replace(member, **changes)
+        if member.leaves and report.state != "draining":
+            # The agent was restarted, and does not know that the process must drain.
+            self._drain(member)
+            report = msgspec.structs.replace(report, state="draining")
+        changes = msgspec.structs.asdict(report)
+        del changes["keeper_name"]
+        if (member.state, member.pid) != (report.state, report.pid):
+            changes["since"] = time.time()
+        members[members.index(member)] = msgspec.structs.replace(member, **changes)
 
 
 class NodeRequests:
@@ -318,6 +334,9 @@ class NodeRequests:
         now = time.monotonic()
         if bundles == self._last_bundles and now - self._requested_at < _REPEAT_INTERVAL_S:
             return
+        from ray.autoscaler.sdk import request_resources
+        from ray.exceptions import RayError
+
         if bundles != self._last_bundles:
             log.info("asking Ray's autoscaler for nodes for %d processes", len(bundles))
         try:
@@ -325,17 +344,11 @@ class NodeRequests:
                 bundles=[dict(resources) for resources, _ in bundles],
                 bundle_label_selectors=[dict(labels) for _, labels in bundles],
             )
-        except (ray.exceptions.RayError, RuntimeError, OSError) as error:
+        except (RayError, RuntimeError, OSError) as error:
             log.warning("Ray's autoscaler cannot be asked for nodes: %s", error)
             return
         self._last_bundles = bundles
         self._requested_at = now
-
-
-def _on_host(spec: ClusterSpec, host_id: str) -> dict[str, str] | None:
-    """Builds Ray's label selector for the node of a host; None if there is only one machine."""
-    label = NODE_LABEL if spec.on_nodes else HOST_LABEL
-    return {label: host_id} if host_id else None
 
 
 def _without_oldest_lost(members: list[Member]) -> list[Member]:
@@ -346,16 +359,25 @@ def _without_oldest_lost(members: list[Member]) -> list[Member]:
     return [m for m in members if m.ordinal not in forgotten]
 
 
-def start_controller(spec: ClusterSpec) -> Any:
-    """Creates the cluster's controller and returns its handle. The caller must be connected to Ray.
+def main(gcs_address: str, node_address: str) -> None:
+    configure_logging("pool-controller")
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ClusterSpec)
+    if spec.number:  # machines can join
+        import ray
 
-    The URL of Redis is not an argument, because it is a secret and Ray stores arguments. The
-    controller reads it from the environment of its node.
-    """
-    actor = ray.remote(
-        num_cpus=0,
-        max_restarts=-1,
-        lifetime="detached",
-        label_selector=_on_host(spec, spec.host_id),
-    )(PoolController)
-    return actor.options(name=CONTROLLER_NAME).remote(spec)
+        ray.init(
+            address=gcs_address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address=node_address,
+        )
+    PoolController(spec)
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    sys.stdin.buffer.read()  # returns when the process that started this one has ended
+    os._exit(0)  # at once, so that this controller does nothing beside the next one
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -2,13 +2,14 @@
 
 1. `start` starts a process (head.py), which starts GCS and raylet. When both are up, `is_listening`
    becomes True.
-2. `send_spec` sends the spec to the process, which then creates the pool controller.
-3. `started` returns the data of the head. The process of step 1 exits; the head continues.
+2. `send_spec` sends the spec to the process, which then starts the pool controller.
+3. `started` returns the data of the head. The process of step 1 then restarts the controller when
+   it ends. If it has started a node, it exits, and the node continues.
 
-If GCS or raylet ends, the caller calls `start` again. `start` first kills the rest of the old head:
-if only the GCS ends, the old controller and its agents live for another minute. In this minute,
-they would take scale requests away from the new controller and start processes twice. All Ray
-processes are in the session of the process of step 1, and `end` kills this session.
+If GCS, raylet or the process of step 1 ends, the caller calls `start` again. `start` first kills
+the rest of the old head. Otherwise the old controller and the agents could live for another minute,
+take scale requests away from the new controller, and start processes twice. All Ray processes and
+the controller are in the session of the process of step 1, and `end` kills this session.
 """
 
 import select
@@ -46,6 +47,14 @@ class HeadProcess:
         processes."""
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def output_fd(self) -> int:
+        """Descriptor of the output of the process that starts the head. It can be read when
+        `started` has more to return."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
 
     @property
     def has_spec(self) -> bool:
@@ -90,7 +99,7 @@ class HeadProcess:
             )
 
     def send_spec(self, spec: ClusterSpec) -> None:
-        """Sends the spec to the starting head, which then creates the pool controller. Does nothing
+        """Sends the spec to the starting head, which then starts the pool controller. Does nothing
         if the head has already ended; `started` then raises an error with the reason."""
         assert self._process is not None
         assert self._process.stdin is not None
@@ -111,8 +120,8 @@ class HeadProcess:
         return None
 
     def end(self) -> None:
-        """Kills all processes of the head at the same time, its agents included. An agent that
-        survived would restart workers and routers that the caller ends next."""
+        """Kills all processes of the head at the same time. A controller or an agent that survived
+        would restart workers and routers that the caller ends next."""
         if self._process is None:
             return
         guardian.end_session(self._process.pid)

@@ -10,9 +10,9 @@ A silent host keeps its members, because a restarted raylet is back soon. The me
 are replaced on other hosts. A silent or lost host becomes alive when its node is back.
 
 A host is expected for `FIRST_JOIN_S` after the start of a new head. New members may be placed on an
-expected host, and their agents start when the host joins. Otherwise all new members would go to the
-hosts that join first, and would have to move again later. Only the host of the previous head is not
-expected and counts as lost at once, because it was already silent for a whole lease.
+expected host, and the host's agent starts them when the host joins. Otherwise all new members would
+go to the hosts that join first, and would have to move again later. Only the host of the previous
+head is not expected and counts as lost at once, because it was already silent for a whole lease.
 
 If Ray starts and ends its nodes itself, each alive Ray node is a host, with Ray's node id. A
 restarted node is a different host.
@@ -25,10 +25,15 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-import ray
-
 from tandem.cluster.pools import Host
-from tandem.cluster.ray.node import CORES_LABEL, GPUS_LABEL, HOST_LABEL, NODE_LABEL, read_cores
+from tandem.cluster.ray.node import (
+    CORES_LABEL,
+    GPUS_LABEL,
+    HOST_LABEL,
+    NODE_LABEL,
+    NUMA_LABEL,
+    read_cores,
+)
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +92,8 @@ class HostWatch:
 
     def update(self) -> None:
         """Reads Ray's nodes. Changes nothing if Ray does not answer."""
+        import ray
+
         with suppress(ray.exceptions.RayError, RuntimeError):
             self._take(ray.nodes())
 
@@ -100,7 +107,8 @@ class HostWatch:
             cores = read_cores(labels.get(CORES_LABEL, ""))
             resources = dict(node.get("Resources") or {})
             num_gpus = int(labels.get(GPUS_LABEL, 0))
-            alive[host_id] = Host(host_id, cores, labels, resources, num_gpus)
+            numa = [int(num) for num in labels.get(NUMA_LABEL, "").split("_") if num]
+            alive[host_id] = Host(host_id, cores, labels, resources, num_gpus, numa)
             self._seen_at[host_id] = time.monotonic()
         for host_id in alive.keys() - self.alive.keys():
             log.info("host %s has joined", host_id)

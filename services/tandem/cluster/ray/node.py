@@ -1,21 +1,25 @@
 """Starts one machine's Ray with few processes: a head or a joining node.
 
+  python -m tandem.cluster.ray.node RUN_FOLDER NODE
+
+NODE is a `RayNode` as JSON. The program prints what `start_ray` returns as JSON, and exits.
+
 `ray start` would also start a dashboard server, an autoscaler monitor and a client server, and
 listen on the machine's external address. This module uses Ray's class Node instead, which is not
 public, so it may have to change with new versions of Ray.
 """
 
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from tandem.common.config.cluster import RUN_FOLDER_VARIABLE, Pool
-from tandem.common.pool_sizes import POOL_SIZE_MAX
+from tandem.common.config.cluster import RUN_FOLDER_VARIABLE
 
 NAMESPACE = "tandem"
 LISTENING = b"listening\n"  # printed by a starting head once GCS and raylet are up
@@ -26,6 +30,8 @@ HOST_LABEL = "tandem-host"
 NODE_LABEL = "ray.io/node-id"  # label that Ray itself sets on each node
 CORES_LABEL = "tandem-cores"
 GPUS_LABEL = "tandem-gpus"
+NUMA_LABEL = "tandem-numa"
+_LABEL_MAX = 63  # characters of a label value
 _TOKEN_FILE = "ray.token"
 # GCS, raylet and pool controller may each take this many seconds to start on a very busy machine.
 START_DEADLINE_S = 300.0
@@ -33,16 +39,20 @@ _REGISTER_POLL_S = 0.2
 _NUM_ACTOR_PORTS = 200
 _FIRST_ACTOR_PORT = 20  # the first port of Ray's actors is `first_port` plus this number
 
-# With these settings an idle actor uses 0.4% of a core on a small machine, instead of 0.6%.
+# With these settings an idle process of Ray wakes less often.
 _QUIET = {
     "RAY_enable_metrics_collection": "0",
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",
     "RAY_enable_timeline": "0",
     "RAY_event_stats": "0",
     "RAY_event_stats_print_interval_ms": "0",
     "RAY_grpc_client_channel_backup_poll_interval_ms": "0",
     "RAY_io_context_event_loop_lag_collection_interval_ms": "0",
     "RAY_io_context_monitor_probe_interval_ms": "60000",
+    "RAY_kill_idle_workers_interval_ms": "10000",
     "RAY_metrics_report_interval_ms": "600000",
+    "RAY_object_manager_timer_freq_ms": "10000",
+    "RAY_raylet_check_gc_period_milliseconds": "10000",
     "RAY_ray_events_report_interval_ms": "60000",
     "RAY_raylet_death_check_interval_milliseconds": "5000",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
@@ -84,7 +94,8 @@ class RayNode(msgspec.Struct, frozen=True):
 
     address: str = LOOPBACK
     host_id: str = ""
-    cores: str = ""  # cores of the machine, in the format of `shown_cores`
+    cores: list[int] = []  # cores of the machine, NUMA node by NUMA node
+    numa: list[int] = []  # number of cores of each NUMA node
     num_gpus: int = 0
     labels: dict[str, str] = {}
     first_port: int = 0
@@ -122,9 +133,19 @@ class RayNode(msgspec.Struct, frozen=True):
 
     @property
     def node_labels(self) -> dict[str, str]:
-        gpus = {GPUS_LABEL: str(self.num_gpus)}
-        own = {HOST_LABEL: self.host_id, CORES_LABEL: self.cores, **gpus}
-        return {**self.labels, **own} if self.host_id else {}
+        if not self.host_id:
+            return {}
+        cores, numa = shown_cores(self.cores), "_".join(map(str, self.numa))
+        if len(read_cores(cores)) < len(self.cores) or len(numa) > _LABEL_MAX:
+            # All cores, in the order of their numbers, matter more than their nodes.
+            cores, numa = shown_cores(sorted(self.cores)), ""
+        return {
+            **self.labels,
+            HOST_LABEL: self.host_id,
+            CORES_LABEL: cores,
+            NUMA_LABEL: numa,
+            GPUS_LABEL: str(self.num_gpus),
+        }
 
 
 class HeadStarted(msgspec.Struct, frozen=True):
@@ -194,7 +215,7 @@ def shown_cores(cores: Sequence[int]) -> str:
     text = ""
     for first, last in ranges:
         more = f"{text and '_'}{first}-{last}"
-        if len(text + more) > 63:
+        if len(text + more) > _LABEL_MAX:
             break
         text += more
     return text
@@ -206,7 +227,7 @@ def read_cores(text: str) -> list[int]:
     return [core for first, last in pairs for core in range(int(first), int(last) + 1)]
 
 
-def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[str, int]]:
+def start_ray(temp_dir: Path, node: RayNode) -> tuple[str, dict[str, int]]:
     """Starts a head. If `node` has a `head_address`, starts a node that joins that head instead.
     Returns the address of the GCS and the pids of the started processes, which outlive this
     process."""
@@ -222,7 +243,6 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
             # Ray itself would give up after 30 s, but a busy machine may need longer.
             _wait_until_registered(self)
 
-    node = node or RayNode()
     is_head = not node.head_address
     ports = node.ports
     if not is_head:
@@ -239,7 +259,6 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
         raylet_socket_name=str(sockets / "raylet"),
         num_cpus=0,
         num_gpus=0,
-        resources=dict.fromkeys(get_args(Pool), POOL_SIZE_MAX),
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,
         include_log_monitor=False,
@@ -271,3 +290,12 @@ def _wait_until_registered(node: Any) -> None:
             if time.monotonic() > deadline:
                 raise
         time.sleep(_REGISTER_POLL_S)
+
+
+def main(run_folder: str, node_json: str) -> None:
+    started = start_ray(Path(run_folder) / "ray", msgspec.json.decode(node_json, type=RayNode))
+    sys.stdout.buffer.write(msgspec.json.encode(started))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -11,16 +11,16 @@
   node            its raylet ends, or the head has a new number   node of the current head
   apart or node   the lease is free, and this host may lead       starting, once it has the lease
   starting        GCS, raylet and controller are up               head
-  starting, head  one of these processes ends                     starting, with a new number
+  starting, head  GCS, raylet or head.py ends                     starting, with a new number
   starting, head  Redis has a higher number                       apart
 
 The numbers are fencing numbers (head_lease.py). `tick` is called about every `RENEW_INTERVAL_S` and
 looks for these events. Other hosts join a head as soon as its GCS and raylet are up, while its
 controller still starts.
 
-If a head or a node ends, its agents end, too. The processes of these agents continue, and the next
-agents adopt them. While Redis is unreachable, the states stay: a head that cannot renew its lease
-continues, and its controller changes nothing (controller.py).
+If a head or a node ends, its controller and agents end, too. The processes that they kept running
+continue, and the next ones adopt them. While Redis is unreachable, the states stay: a head that
+cannot renew its lease continues, and its controller changes nothing (controller.py).
 """
 
 import logging

@@ -17,15 +17,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import msgspec
 
 from tandem.cluster.processes.head_lease import LEASE_S, fenced_set
-from tandem.cluster.ray.vital_thread import start_vital
-from tandem.common.config.cluster import Pool
-from tandem.common.pool_sizes import check_sizes
+from tandem.cluster.processes.vital_thread import start_vital
+from tandem.common.config.cluster import PoolName
+from tandem.common.pool_sizes import check_sizes, sized_pools
 from tandem.errors import BadRequest
 from tandem.net.store.client import REPLY_TIMEOUT_S, UNREACHABLE, SyncClient, connect_blocking
 from tandem.net.store.control_state import (
@@ -50,17 +50,20 @@ class ScaleChannel:
         self,
         redis_url: str,
         cluster_id: str,
-        on_sizes: Callable[[dict[Pool, int]], None],
+        on_sizes: Callable[[dict[PoolName, int]], None],
+        pools: Iterable[PoolName] = (),
         *,
         number: int = 0,
     ) -> None:
-        """`number` is the fencing number of the controller's head; 0 on a single machine."""
+        """`pools` are the cluster's pools. `number` is the fencing number of the controller's
+        head; 0 on a single machine."""
         self._cluster_id = cluster_id
         self._number = number
         self.is_superseded = False
         self._requests = f"{{tandem:{cluster_id}}}:scale"
         self._num_beats = 0
         self._on_sizes = on_sizes
+        self._pools = sized_pools(pools)
         self._state: dict[str, object] | None = None
         self._lost = False
         self._redis_url = redis_url
@@ -118,10 +121,10 @@ class ScaleChannel:
 
     def _take(self, bodies: Sequence[bytes | str]) -> None:
         """Merges requests, so that the newest size of each pool counts, and calls `on_sizes`."""
-        sizes: dict[Pool, int] = {}
+        sizes: dict[PoolName, int] = {}
         for body in bodies:
             try:
-                sizes |= check_sizes(json.loads(body))
+                sizes |= check_sizes(json.loads(body), self._pools)
             except (ValueError, BadRequest) as error:
                 log.error("a scale request was refused: %s", error)
         if sizes:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
 from tandem.common.options import arguments
 from tandem.errors import ConfigError
 
+# The roles of workers with KV. Such a worker can change its role.
 Role = Literal["prefill", "decode"]
+# An encode worker computes the embeddings of images. It has no KV and keeps its role.
+WorkerRole = Literal["prefill", "decode", "encode"]
 # The pool "grpc" has routers that serve only the public gRPC API, one on each host with a router.
-Pool = Literal["router", "grpc", "prefill", "decode"]
-SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode")  # pools whose size operators set
+Pool = Literal["router", "grpc", "prefill", "decode", "encode"]
+# Name of a pool at the pool controller. The pools of the first model have the names of `Pool`. The
+# pools of a further model have the name of its group before: `qwen.decode` (`pool_name`).
+PoolName = str
+# pools whose size operators set
+SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode", "encode")
+WORKER_POOLS: tuple[Pool, ...] = ("prefill", "decode", "encode")
 ROUTER_POOLS: tuple[Pool, ...] = ("router", "grpc")
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 # Prefix of environment variables with the Redis URL for one kind of process, such as
@@ -33,6 +41,29 @@ CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
 LEAVE_SIGNAL = signal.SIGUSR1
 # Variable with the path of the run folder, from which Ray's agents read the spec of their host.
 RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"
+
+
+def pool_name(group: str, role: Pool) -> PoolName:
+    """Returns the name of a pool of a model's group. `group` is empty for the first model."""
+    return f"{group}.{role}" if group else role
+
+
+def role_of(pool: PoolName) -> Pool:
+    """Returns what the processes of a pool do: "decode" for `qwen.decode`."""
+    name = pool.rpartition(".")[2]
+    role: Pool = next(each for each in get_args(Pool) if each == name)
+    return role
+
+
+def is_pool(name: str) -> bool:
+    """Returns whether this version knows the role of a pool. Processes of another version may have
+    other roles."""
+    return name.rpartition(".")[2] in get_args(Pool)
+
+
+def group_of(pool: PoolName) -> str:
+    """Returns the group of a pool: "qwen" for `qwen.decode`, and "" for `decode`."""
+    return pool.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,8 @@ class EngineOptions(Options):
     """Whether a decode step also verifies proposed tokens, so that it may yield several tokens. The
     answers stay the same. auto: proposes text that repeats the prompt, the answer or recent answers
     to the same tenant, as far as it saves time. off: no proposals. Or a JSON object with vLLM's
-    keys, such as {"method": "ngram", "num_speculative_tokens": 8}; the methods are ngram and
-    suffix."""
+    keys, such as {"method": "ngram", "num_speculative_tokens": 8}; the methods are ngram, suffix
+    and draft_model."""
     lora: Annotated[Mapping[str, str], _Adapters] = field(default_factory=dict)
     """LoRA adapters in PEFT's format, as NAME=FOLDER. The option can be repeated."""
     max_loras: Count = 8

@@ -15,6 +15,7 @@ from tandem.common.options import Text
 PROCESS = Group("Process", sort_key=1)
 REQUESTS = Group("Requests", sort_key=2)
 HTTP = Group("HTTP", sort_key=3)
+FILES = Group("Files and batches", sort_key=3.5)
 AUTOSCALER = Group("Autoscaler", sort_key=4)
 ENGINE = Group("Engine", sort_key=5)
 TRANSFER = Group("KV transfer", sort_key=6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -14,6 +14,7 @@ from tandem.common.config.admin import AdminOptions
 from tandem.common.config.answers import AnswerConfig
 from tandem.common.config.autoscale import AutoscaleConfig
 from tandem.common.config.cluster import SIZED_POOLS, ClusterConfig
+from tandem.common.config.files import FileOptions
 from tandem.common.config.gateway import GatewayOptions
 from tandem.common.config.groups import (
     HTTP,
@@ -24,10 +25,12 @@ from tandem.common.config.groups import (
     Own,
     ServedModelName,
 )
+from tandem.common.config.more_models import check_groups, names_of, settings_of, split_models
 from tandem.common.config.tls import PublicTls, TlsDir
 from tandem.common.options import (
     Constant,
     Count,
+    Name,
     Options,
     Port,
     Positive,
@@ -38,6 +41,7 @@ from tandem.common.options import (
     Switch,
     Text,
     by_comma,
+    extended,
 )
 from tandem.errors import ConfigError
 
@@ -128,9 +132,19 @@ class AdmissionOptions(Options):
     model_aliases: Annotated[tuple[str, ...], by_comma("NAME,...", _parse_names)] = ()
     """Further names of the served model in requests. * stands for any characters, such as in
     claude-*."""
+    varying_lines: Literal["keep", "move"] = "keep"
+    """move: lines with the date or the time in a system prompt move to the user's first message, so
+    that the KV of the rest is reused on other days. keep: prompts stay as they are."""
     strict_fields: Switch = False
     """Refuse requests with unknown fields. Without this option, unknown fields are ignored, and the
     response header `warning` names them."""
+    ollama_api: Annotated[Switch, _Http] = False
+    """Serve a part of Ollama's API, too, such as /api/chat."""
+    score_template: Text = "auto"
+    """Prompt of a query and a document in /v1/rerank and /v1/score. auto: that of Qwen3-Reranker if
+    the name of the model has qwen3-reranker. none: the two texts as the tokenizer joins them.
+    qwen3-reranker, or the path of a text file with {query} and {document}: this template. A model
+    without a head for scores then answers yes or no."""
     responses_kept: Count = 256
     """Number of answers of /v1/responses that a cluster keeps. 0: none."""
     kv_budgets: Literal["allow", "refuse"] = "allow"
@@ -166,6 +180,11 @@ class RouterOptions(AdmissionOptions):
     model_revision: ModelRevision = ""
     model_impl: ModelImpl = "auto"
     served_model_name: ServedModelName = ""
+    more_models: Annotated[Text, Own] = ""
+    """Further models that this router serves, with their own options: "PATH group=NAME; ...". Each
+    has the pools whose workers have the same --group."""
+    group: Annotated[Name, Own] = ""
+    """Group of pools that computes the model. Default: that of the first model of the cluster."""
     host: Annotated[str, Own] = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     api: Annotated[Literal["both", "http", "grpc"], Own] = "both"
@@ -194,6 +213,9 @@ class RouterOptions(AdmissionOptions):
     lookup_deadline_s: Seconds = 0.02
     """Longest wait for the prefix tree in Redis, in seconds. After this time, the router chooses
     workers without regard to cached prompts. Raise the limit for a distant Redis."""
+    prefix_replica_memory: Size = 256 << 20
+    """Largest memory for the router's replica of the prefix tree, such as 1GiB. One million blocks
+    take 23 to 38 MB. If the tree is larger, the router looks prompts up in Redis. 0: always."""
     hold_deadline_s: Seconds = 30.0
     """Longest wait of a request for a ready decode worker, in seconds. Set a longer time than a
     worker takes to start."""
@@ -222,6 +244,7 @@ class RouterOptions(AdmissionOptions):
     addresses: AddressConfig = field(default_factory=AddressConfig)
     admin: AdminOptions = field(default_factory=AdminOptions)
     answers: AnswerConfig = field(default_factory=AnswerConfig)
+    files: FileOptions = field(default_factory=FileOptions)
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
     body_bytes_max: Constant[Positive] = 4 << 20
@@ -277,3 +300,26 @@ class RouterConfig(RouterOptions):
     """The settings of one replica of the router."""
 
     cluster: Constant[ClusterConfig]
+
+    def further(self) -> list[RouterConfig]:
+        """Returns the settings of the further models. Raises ConfigError."""
+        base = RouterOptions(**{f.name: getattr(self, f.name) for f in fields(RouterOptions)})
+        found = [
+            settings_of(base, RouterOptions, entry, own=_OF_MODEL, reset=_OF_ONE_MODEL)
+            for entry in split_models(self.more_models)
+        ]
+        check_groups(self.group, [each.group for each in found])
+        return [extended(each, RouterConfig, cluster=self.cluster) for each in found]
+
+
+# Options that describe one model, so that the value of the first model suits no other one.
+_OF_ONE_MODEL = names_of(AnswerConfig, AutoscaleConfig) | {
+    *("--group", "--model-revision", "--served-model-name", "--model-aliases", "--score-template"),
+    "--scale-objects",
+}
+# The options that each model of a router may have for itself. Those that are not above have the
+# router's value unless the entry sets them.
+_OF_MODEL = _OF_ONE_MODEL | {
+    *("--model-impl", "--varying-lines", "--kv-budgets", "--ttft-limit", "--ttft-limit-token"),
+    "--hold-deadline",
+}

@@ -38,7 +38,8 @@ class TransferConfig(Options):
     reaches NIXL's port can then write to the worker's memory."""
     prefill_at: PrefillAt = "auto"
     """Where long prompts are computed. remote: by prefill workers. local: by decode workers. auto:
-    where the prompt is predicted to finish first."""
+    where the prompt is predicted to finish first; prefill workers with auto also decode requests
+    while decode workers are much busier."""
     local_prefill_max_tokens: Count = 64
     """Prompts with at most this many uncached tokens are computed by the decode worker itself."""
     verify_blocks: VerifyBlocks = "off"
@@ -59,6 +60,9 @@ class TransferConfig(Options):
     worker, or computes the blocks."""
     pull_deadline_s: PositiveSeconds = 30.0
     """Longest time for the transfer of one group of KV blocks, in seconds."""
+    encode_deadline_s: PositiveSeconds = 30.0
+    """Longest time in seconds for which a worker waits for the embedding of an image from an encode
+    worker. After it, the worker computes the image itself."""
     warm_blocks: Count = 0
     """Number of KV blocks that a new worker copies from other workers. 0: none."""
     connect_deadline_s: Constant[float] = 5.0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from tandem.common.config.cluster import ClusterConfig, Role
+from tandem.common.config.cluster import ClusterConfig, WorkerRole
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.groups import KV_EVENTS, LIFECYCLE, Own
 from tandem.common.config.tls import TlsDir
@@ -70,8 +70,8 @@ class WorkerOptions(Options):
     help then.
     """
 
-    role: Annotated[Role, Own]
-    """Pool that the worker joins: prefill or decode."""
+    role: Annotated[WorkerRole, Own]
+    """Pool that the worker joins: prefill, decode, or encode, whose workers compute images."""
     worker_id: Annotated[Text, Own] = ""
     """Name of the worker. Default: the role and a random number."""
     host: Annotated[str, Own] = "127.0.0.1"
@@ -87,6 +87,9 @@ class WorkerOptions(Options):
     """CPU cores for the engine, such as 0 or 0,1. Default: all."""
     engine_hang_timeout_s: PositiveSeconds = 60.0
     """The worker ends if its engine has requests but computes nothing for this many seconds."""
+    group: Annotated[Name, Own] = ""
+    """Group of pools that the worker belongs to, if the cluster serves several models. Default: the
+    group of the first model."""
     generation: Name = ""
     """A name of your choice for this worker's KV format. All running workers of one generation must
     have the same format; a worker with another format is refused. If an upgrade changes the format,
@@ -101,7 +104,8 @@ class WorkerOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(WorkerOptions):
-    """The settings of one worker: an engine process and an I/O process, in one of the two pools."""
+    """The settings of one worker: an engine process and an I/O process. An encode worker is
+    one process."""
 
     cluster: Constant[ClusterConfig]
 

@@ -34,6 +34,7 @@ _SOLVED_EVERY = 4
 _ERROR_FIRST = 0.2
 _ERROR_KEEP = 0.9
 _ERROR_MIN = 0.02  # lower bound of the expected relative error, for a quiet machine
+_REST_MIN = 0.01  # smallest part of the first measurement that is fitted
 _LATENCY_MIN_S = 1e-5
 _BYTE_MIN_S = 1e-12
 # A measurement beyond these limits is implausible. The limits also keep all sums of the fit finite.
@@ -54,21 +55,28 @@ class LinearMeter:
         self._b: list[float]
         self._start(1.0)
 
-    def observe(self, features: Sequence[float], seconds: float) -> bool:
-        """Adds one measurement. Returns False if it is implausible, and then ignores it."""
+    def observe(self, features: Sequence[float], seconds: float, known_s: float = 0.0) -> bool:
+        """Adds one measurement. Returns False if it is implausible, and then ignores it.
+
+        `known_s` of the `seconds` have another cause, and only the rest is fitted. The error counts
+        relative to all `seconds`: the rest is a difference of two long durations, so its own
+        relative error says little, and the smallest differences would count most.
+        """
         if not _SECONDS_MIN <= seconds <= SECONDS_MAX:
             return False
         if not all(0 <= feature <= _FEATURE_MAX for feature in features):
             return False
-        ratio = seconds / max(_SECONDS_MIN, _dot(self._guess, features))
+        rest_s = seconds - known_s
+        ratio = max(rest_s, _REST_MIN * seconds) / max(_SECONDS_MIN, _dot(self._guess, features))
         if not self.num_observations:
             self._start(ratio)
-        off = math.log(seconds / max(_SECONDS_MIN, _dot(self.coefficients, features)))
+        predicted_s = known_s + _dot(self.coefficients, features)
+        off = math.log(seconds / max(_SECONDS_MIN, predicted_s))
         weight = self._weigh(off)
         if abs(self._outliers) >= _CHANGE_AFTER:
             self._start(ratio)
             weight = 1.0
-        self._add([f / seconds for f in features], weight)
+        self._add([f / seconds for f in features], rest_s / seconds, weight)
         self.num_observations += 1
         if self.num_observations < _SOLVED_ALWAYS or self.num_observations % _SOLVED_EVERY == 0:
             self.coefficients = self._solve()
@@ -104,11 +112,11 @@ class LinearMeter:
         self._error = max(_ERROR_MIN, _ERROR_KEEP * self._error + (1 - _ERROR_KEEP) * surprise)
         return weight
 
-    def _add(self, row: list[float], weight: float) -> None:
-        """Adds an observation. `row` has the features divided by the observed seconds, so the
-        target is 1."""
+    def _add(self, row: list[float], target: float, weight: float) -> None:
+        """Adds an observation. `row` has the features divided by the observed seconds, and `target`
+        is the share of these that is fitted."""
         for i, x in enumerate(row):
-            self._b[i] = _KEEP * self._b[i] + weight * x
+            self._b[i] = _KEEP * self._b[i] + weight * x * target
             line = self._a[i]
             for j, y in enumerate(row):
                 line[j] = _KEEP * line[j] + weight * x * y

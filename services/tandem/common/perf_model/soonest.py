@@ -186,6 +186,9 @@ def meeting_block(
     `load_s(b)` seconds, at the same time. The result is the b in first..end for which the longer of
     the two durations is shortest. A larger b must not make compute_s smaller or load_s larger.
     """
+    # Most tiers load all blocks before the first one is computed.
+    if first < end and compute_s(first + 1) >= load_s(first):
+        return first
     low = first
     high = end
     while low < high:

@@ -84,7 +84,6 @@ _DRAFT_KEEP = 0.99
 # Number of steps with proposed tokens in a row after which the duration of a step without them is
 # measured again.
 _DRAFTED_MAX = 64
-_DRAFT_ADDED_MIN = 0.01  # smallest added time that is observed, as a part of the step's time
 _DECODE_CONTEXT_S = DEFAULT_PREFILL.token_context_s
 
 
@@ -229,11 +228,11 @@ class StepTimeModel:
         if self._drafts is None:
             self._drafts = LinearMeter((_DRAFT_FIXED * step_s, _DRAFT_TOKEN * step_s))
         fixed_s, token_s = self._drafts.coefficients
-        # A step may take less time than predicted for its decode alone. A step that the machine's
-        # scheduler interrupted must not make proposed tokens so expensive that none is tried again.
-        added_s = max(seconds - step_s, _DRAFT_ADDED_MIN * step_s)
-        added_s = min(added_s, _OUTLIER * (fixed_s + work.draft_tokens * token_s))
-        self._drafts.observe((1.0, work.draft_tokens), added_s)
+        # A step that the machine's scheduler interrupted must not make proposed tokens so expensive
+        # that none is tried again.
+        most_s = max(fixed_s + work.draft_tokens * token_s, (_DRAFT_FIXED + _DRAFT_TOKEN) * step_s)
+        added_s = min(seconds - step_s, _OUTLIER * most_s)
+        self._drafts.observe((1.0, work.draft_tokens), step_s + added_s, known_s=step_s)
 
     def chunk_max(self, work: StepWork, context: int) -> int | None:
         """Returns the largest number of tokens of a prompt that may be added, as one chunk, to a

@@ -26,7 +26,7 @@ chain's last block, as in a group with a window of one block:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 NULL_BLOCK = -1
 
 
-class UnfilledBlock(NamedTuple):
-    """A block in a table whose KV is not yet in the pool."""
+class UnfilledBlocks(NamedTuple):
+    """The blocks of one KV group in a table whose KV is not yet in the pool."""
 
     group: int
-    chain_index: int
-    block_id: int  # the block's id in the pool of `group`
+    chain_indices: Sequence[int]  # in ascending order
+    block_ids: Sequence[int]  # their ids in the pool of `group`
 
 
 @dataclass(slots=True)

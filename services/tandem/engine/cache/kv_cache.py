@@ -16,14 +16,18 @@ allocates blocks for the next tokens. The ids in tables belong to the group's po
 the engine use ids that are unique among the pools (layout/kv_groups.py).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.common.adapter import Adapter
 from tandem.common.kv_budget import KvBudget
 from tandem.common.perf_model.rates import WindowBytes, WorkerRates
 from tandem.common.worker_load import GroupLoad
 from tandem.engine.cache.block_copy import BlockCopy, BlockPart
-from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables, UnfilledBlock
+from tandem.engine.cache.block_table import NULL_BLOCK, BlockTables, UnfilledBlocks
 from tandem.engine.cache.heavy_hitters import HeavyHitters
 from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.pool.block_pool import BlockPool
@@ -35,6 +39,51 @@ from tandem.engine.types import BlockChanges, StoredBlock
 # Chains with a common prefix all list the hashes of this prefix, so without a limit the lists could
 # have many more hashes than there are blocks.
 _LISTED_PER_BLOCK_MAX = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockDemand:
+    """The block tables that a sequence or a chain needs: the first `depth` blocks of the chain
+    `block_hashes`, which must be cached, and newly allocated blocks after them.
+
+    - `num_tokens`, `resume`: the sequence has `num_tokens` tokens and resumes after the first
+      `resume` of them. In a group with a window, the table starts at the first block that the next
+      token sees, and has at most the blocks that a decode step needs.
+    - `budget`: with a KV budget, no cached block is referenced.
+    - `loaded`: number of leading blocks that a load from tiers will provide; 0: no load. If some of
+      these blocks are cached already, the tables reference them.
+    - `sources`: one block for each group, which the engine will copy into the group's first
+      allocated block. The sources stay referenced until `end_copies`. A group needs no copy, and
+      ignores its source, if its table starts after the block at index `depth`.
+    - `taken`: one cached frozen state for each state group. It becomes the running state, without a
+      copy. Empty: none does.
+    - `checkpoint`: frozen states after this number of blocks will be transferred, so each state
+      group gets a slot for them. If the sequence resumes there, it is the cached slot. 0: none.
+    - `is_chain`: the tables are those of a chain without a sequence, so no running state is
+      allocated in state groups. Instead, the tables have the frozen state at the chain's end.
+    """
+
+    num_tokens: int
+    resume: int
+    block_hashes: Sequence[bytes] = ()
+    depth: int = 0
+    sources: Sequence[int | None] = ()
+    taken: Sequence[int] = ()
+    checkpoint: int = 0
+    budget: KvBudget | None = None
+    loaded: int = 0
+    is_chain: bool = False
+
+
+class _Wanted(NamedTuple):
+    """What a sequence takes from one pool."""
+
+    span: tuple[int, int, int]  # as in `_spans`
+    hashes: Sequence[bytes]  # of the cached blocks
+    num_blocks: int  # with the cached ones
+    source: int | None  # the block that is copied into the first allocated block
+    taken: int | None  # the cached frozen state that becomes the running state
+    may_have_gaps: bool  # True: some blocks of `hashes` may be missing, and a load fills them
 
 
 def _pool_class(group: KvGroup) -> type[BlockPool]:
@@ -121,87 +170,33 @@ class KvCache:
                 return BlockPart(num_tokens, tuple(found))
         return None
 
-    def reserve(
-        self,
-        block_hashes: Sequence[bytes],
-        depth: int,
-        *,
-        num_tokens: int,
-        resume: int,
-        sources: Sequence[int | None] = (),
-        taken: Sequence[int] = (),
-        checkpoint: int = 0,
-        budget: KvBudget | None = None,
-        loaded: int = 0,
-        is_chain: bool = False,
-    ) -> BlockTables | None:
-        """Returns the block tables of a sequence. They reference the first `depth` blocks of the
-        chain `block_hashes`, which must be cached. The other blocks are newly allocated.
-
-        Returns None, and changes nothing, if there is not enough room.
-
-        - `num_tokens`, `resume`: the sequence has `num_tokens` tokens and resumes after the first
-          `resume` of them. In a group with a window, the table starts at the first block that the
-          next token sees, and has at most the blocks that a decode step needs.
-        - `budget`: with a KV budget, no cached block is referenced.
-        - `loaded`: number of leading blocks that a load from tiers will provide; 0: no load. If
-          some of these blocks are cached already, the tables reference them.
-        - `sources`: one block for each group, which the engine will copy into the group's first
-          allocated block. The sources stay referenced until `end_copies`. A group needs no copy,
-          and ignores its source, if its table starts after the block at index `depth`.
-        - `taken`: one cached frozen state for each state group. It becomes the running state,
-          without a copy. Empty: none does.
-        - `checkpoint`: frozen states after this number of blocks will be transferred, so each state
-          group gets a slot for them. If the sequence resumes there, it is the cached slot. 0: none.
-        - `is_chain`: the tables are those of a chain without a sequence, so no running state is
-          allocated in state groups. Instead, the tables have the frozen state at the chain's end.
-        """
-        if not self.can_reserve(
-            block_hashes,
-            depth,
-            num_tokens=num_tokens,
-            resume=resume,
-            sources=sources,
-            taken=taken,
-            checkpoint=checkpoint,
-            budget=budget,
-            loaded=loaded,
-            is_chain=is_chain,
-        ):
+    def reserve(self, demand: BlockDemand) -> BlockTables | None:
+        """Returns the block tables that `demand` describes. Returns None, and changes nothing, if
+        there is not enough room."""
+        wanted = self._wanted(demand)
+        if not self._fit(wanted):
             return None
-        layout = self._layout_under(budget)
-        tables = BlockTables(states=() if is_chain else self._state_groups, checkpoint=checkpoint)
-        frozen = dict(zip(tables.states, taken, strict=False))
+        states = () if demand.is_chain else self._state_groups
+        tables = BlockTables(states=states, checkpoint=demand.checkpoint)
+        budget = demand.budget
         if budget is not None and budget.keeps_hitters:
             tables.hitters = HeavyHitters(budget, self._block_size)
         elif budget is not None:
-            tables.budget = layout
-        spans = _spans(
-            layout,
-            _most_kept(budget, num_tokens),
-            resume,
-            is_chain=is_chain,
-            checkpoint=checkpoint,
-        )
-        for number, (pool, (kept, first, end), source) in enumerate(
-            zip(self.pools, spans, self._copied(sources, spans, depth), strict=True)
-        ):
-            hashes = block_hashes[first : max(depth, loaded)]
-            size = kept + end - first
-            if number in tables.states:
-                hashes = _transferred(block_hashes, depth, checkpoint)
-                size += checkpoint > 0
-            if number in frozen:
-                blocks = self._state_pool(number).take(frozen[number])
-            elif loaded and isinstance(pool, WindowPool) and number not in tables.states:
-                any_blocks = pool.reserve_any(hashes, size)
+            tables.budget = self._layout_under(budget)
+        for number, (pool, each) in enumerate(zip(self.pools, wanted, strict=True)):
+            kept, first, _ = each.span
+            if each.taken is not None:
+                blocks = self._state_pool(number).take(each.taken)
+            elif each.may_have_gaps:
+                assert isinstance(pool, WindowPool)
+                any_blocks = pool.reserve_any(each.hashes, each.num_blocks)
                 assert any_blocks is not None
                 blocks = any_blocks
             else:
-                found = pool.reserve(hashes, size, source)
+                found = pool.reserve(each.hashes, each.num_blocks, each.source)
                 assert found is not None
                 num_cached = found.num_cached_blocks
-                assert loaded or num_cached == len(hashes), "there was no such hit"
+                assert demand.loaded or num_cached == len(each.hashes), "there was no such hit"
                 blocks = found.block_table
             if number in tables.states:
                 blocks.reverse()  # the running state comes first
@@ -210,53 +205,59 @@ class KvCache:
             tables.kept.append(kept)
         return tables
 
-    def can_reserve(
-        self,
-        block_hashes: Sequence[bytes],
-        depth: int,
-        *,
-        num_tokens: int,
-        resume: int,
-        sources: Sequence[int | None] = (),
-        taken: Sequence[int] = (),
-        checkpoint: int = 0,
-        budget: KvBudget | None = None,
-        loaded: int = 0,
-        is_chain: bool = False,
-    ) -> bool:
+    def can_reserve(self, demand: BlockDemand) -> bool:
         """Returns whether `reserve` would find enough room."""
-        layout = self._layout_under(budget)
+        return self._fit(self._wanted(demand))
+
+    def _wanted(self, demand: BlockDemand) -> list[_Wanted]:
+        """Returns what `reserve` takes from each pool."""
+        block_hashes, depth, checkpoint = demand.block_hashes, demand.depth, demand.checkpoint
         spans = _spans(
-            layout,
-            _most_kept(budget, num_tokens),
-            resume,
-            is_chain=is_chain,
+            self._layout_under(demand.budget),
+            _most_kept(demand.budget, demand.num_tokens),
+            demand.resume,
+            is_chain=demand.is_chain,
             checkpoint=checkpoint,
         )
-        states = () if is_chain else self._state_groups
-        frozen = dict(zip(states, taken, strict=False))
-        for number, (pool, (kept, first, end), source) in enumerate(
-            zip(self.pools, spans, self._copied(sources, spans, depth), strict=True)
+        states = () if demand.is_chain else self._state_groups
+        frozen = dict(zip(states, demand.taken, strict=False))
+        wanted = []
+        for number, (pool, span, source) in enumerate(
+            zip(self.pools, spans, self._copied(demand.sources, spans, depth), strict=True)
         ):
-            hashes = block_hashes[first : max(depth, loaded)]
-            size = kept + end - first
+            kept, first, end = span
+            hashes = block_hashes[first : max(depth, demand.loaded)]
+            num_blocks = kept + end - first
             if number in states:
                 hashes = _transferred(block_hashes, depth, checkpoint)
-                size += checkpoint > 0
-            if number in frozen:
-                fits = size == 1 and self._state_pool(number).may_take(frozen[number])
-            elif loaded and isinstance(pool, WindowPool) and number not in states:
-                fits = pool.can_reserve_any(hashes, size)
+                num_blocks += checkpoint > 0
+            may_have_gaps = (
+                demand.loaded > 0 and isinstance(pool, WindowPool) and number not in states
+            )
+            wanted.append(
+                _Wanted(span, hashes, num_blocks, source, frozen.get(number), may_have_gaps)
+            )
+        return wanted
+
+    def _fit(self, wanted: Sequence[_Wanted]) -> bool:
+        """Returns whether the pools have room for what `reserve` takes from them."""
+        for number, (pool, each) in enumerate(zip(self.pools, wanted, strict=True)):
+            if each.taken is not None:
+                fits = each.num_blocks == 1 and self._state_pool(number).may_take(each.taken)
+            elif each.may_have_gaps:
+                assert isinstance(pool, WindowPool)
+                fits = pool.can_reserve_any(each.hashes, each.num_blocks)
             else:
-                fits = pool.can_reserve(hashes, size, source)
+                fits = pool.can_reserve(each.hashes, each.num_blocks, each.source)
             if not fits:
                 return False
         return True
 
     def unfilled(
         self, tables: BlockTables, end: int, copied: Collection[int] = ()
-    ) -> list[UnfilledBlock]:
-        """Returns the blocks before index `end` of the tables that have no KV yet, group by group.
+    ) -> list[UnfilledBlocks]:
+        """Returns the blocks before index `end` of the tables that have no KV yet. Groups without
+        such blocks are left out.
 
         For a state group this is the running state, which a load fills with the frozen state after
         `end` blocks. Groups in `copied` need none, because theirs is a copy of a cached state.
@@ -267,13 +268,9 @@ class KvCache:
         ):
             if number in tables.states:
                 if number not in copied:
-                    found.append(UnfilledBlock(number, end - 1, ids[0]))
-                continue
-            found += [
-                UnfilledBlock(number, index, ids[index])
-                for index in range(first, end)
-                if pool.is_writable(ids[index])
-            ]
+                    found.append(UnfilledBlocks(number, [end - 1], ids[:1]))
+            elif indices := pool.find_writable(ids, first, end):
+                found.append(UnfilledBlocks(number, indices, [ids[i] for i in indices]))
         return found
 
     def find_states(self, block_hash: bytes) -> tuple[int | None, ...]:
@@ -389,9 +386,17 @@ class KvCache:
                 pool.release(ids[num_blocks:])
                 del ids[num_blocks:]
 
-    def free_out_of_window(self, tables: BlockTables, num_tokens: int) -> None:
+    def free_out_of_window(
+        self, tables: BlockTables, num_tokens: int, *, num_reserved: int = 0
+    ) -> None:
         """Releases the blocks that left the window: those that no token after the first
-        `num_tokens` tokens sees."""
+        `num_tokens` tokens sees.
+
+        `num_reserved` is the number of tokens of a prompt that is computed for a peer which also
+        gets frozen states, else 0. Such a sequence takes a new block for each one that it releases,
+        until it has blocks for all its tokens. So it never waits for a block: several such
+        sequences, which are not preempted, could wait for each other.
+        """
         for number, group in enumerate((tables.budget or self.layout).groups):
             if group.window is None or number in tables.states:
                 continue
@@ -409,6 +414,12 @@ class KvCache:
                     pool.release(passed)
                 ids[max(first, kept) : end] = [NULL_BLOCK] * len(passed)
                 tables.firsts[number] = end
+            if num_reserved:
+                num_blocks = self.layout.blocks_of(num_reserved)
+                held = _most_held(group, num_blocks, tables.checkpoint)
+                num_blocks = min(num_blocks, tables.firsts[number] + held)
+                while len(ids) < num_blocks and (fresh := self.pools[number].allocate(1)):
+                    ids += fresh
 
     def store(
         self,
@@ -644,18 +655,25 @@ class KvCache:
     def num_quarantined(self) -> int:
         return sum(pool.num_quarantined for pool in self.pools)
 
+    @property
+    def num_usable_blocks(self) -> list[int]:
+        """For each KV group, the number of blocks that sequences can have: all but the scratch
+        slots."""
+        return [
+            pool.num_blocks - group.has_states * self._num_scratch
+            for group, pool in zip(self.layout.groups, self.pools, strict=True)
+        ]
+
     def group_loads(self) -> tuple[GroupLoad, ...]:
         """Returns how many blocks of each pool are used. Empty for a model without sliding windows,
         which has a single pool."""
         if not self.has_windows:
             return ()
         return tuple(
-            GroupLoad(
-                pool.num_blocks - group.has_states * self._num_scratch,
-                pool.num_used,
-                group.decode_blocks or 0,
+            GroupLoad(num_usable, pool.num_used, self.layout.held_blocks(group) or 0)
+            for num_usable, group, pool in zip(
+                self.num_usable_blocks, self.layout.groups, self.pools, strict=True
             )
-            for group, pool in zip(self.layout.groups, self.pools, strict=True)
         )
 
     @property
@@ -753,7 +771,8 @@ def _spans(
     `kept` - 1 and `first` to `end` - 1. The first `kept` blocks are sinks, which every token sees
     under a KV budget; without a budget `kept` is 0. In a state group, the table of a sequence has
     one entry, the running state. A sequence that resumes after `checkpoint` blocks, or awaits the
-    blocks after them, has all blocks that follow."""
+    blocks after them, has all blocks that follow. One that computes them has at most as many as it
+    ever holds."""
     num_blocks = layout.blocks_of(num_tokens)
     has_rest = 0 < checkpoint * layout.block_size <= resume
     spans = []
@@ -762,13 +781,20 @@ def _spans(
             spans.append((0, 0, 1))
             continue
         first = group.first_seen(resume)
-        least = group.decode_blocks
         kept = min(group.kept_blocks, first)
         end = num_blocks
-        if least is not None and not has_rest:
-            end = min(num_blocks, first + least - kept)
+        if group.window is not None and not has_rest:
+            end = min(num_blocks, first + _most_held(group, num_blocks, checkpoint) - kept)
         spans.append((kept, first, end))
     return spans
+
+
+def _most_held(group: KvGroup, num_blocks: int, checkpoint: int) -> int:
+    """Returns the largest number of blocks that a sequence of `num_blocks` blocks holds in a group
+    with a window between steps, if frozen states after `checkpoint` blocks are transferred with it;
+    0: none are."""
+    assert group.decode_blocks is not None
+    return group.decode_blocks - 1 + max(1, num_blocks - checkpoint if checkpoint else 1)
 
 
 def _hot_prefixes(pool: BlockPool, blocks_max: int) -> list[list[bytes]]:

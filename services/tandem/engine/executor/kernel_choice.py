@@ -33,7 +33,7 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     kernels were not built for this processor. With "auto", logs a warning if the choice is torch
     because the faster kernels cannot compute the model.
     """
-    if model.implementation == "transformers":
+    if model.implementation != "tandem":
         return "torch"
     chosen = _choose(config, device, model)
     num_ranks = config.tensor_parallel

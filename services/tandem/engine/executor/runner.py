@@ -30,6 +30,7 @@ from tandem.engine.cache.layout.row_layout import RowLayout
 from tandem.engine.cache.layout.state_layout import StateLayout
 from tandem.engine.executor.card_dtypes import check_dtypes, is_old
 from tandem.engine.executor.collectives import ALONE, Collectives
+from tandem.engine.executor.encoder import encoder_steps
 from tandem.engine.executor.gpu_memory import GpuMemory
 from tandem.engine.executor.kernel_choice import choose_kernels, why_no_triton_adapters
 from tandem.engine.executor.largest_step import largest_step
@@ -65,6 +66,7 @@ from tandem.engine.runner_protocol import DrawnTokens
 from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.tiers.storage import Bytes
 from tandem.errors import ConfigError
+from tandem.models.draft import draft_options, find_draft
 from tandem.models.folder import ModelFolder
 from tandem.models.limits import (
     check_settings,
@@ -185,6 +187,12 @@ class ModelRunner:
         self._block_size = config.block_size
         self._lora_rank_max = config.max_lora_rank
         self._pool_fd = pool_fd
+        draft = find_draft(config, folder) if member_of is None else None
+        if draft is not None and self.device.type == "cuda":
+            raise ConfigError(
+                "speculative-config has a draft model, which GPUs do not compute yet; set device "
+                "to cpu, or speculative-config to auto or off"
+            )
         kernels = choose_kernels(config, self.device, model)
         int8 = config.weights == "int8"
         keeps = keeps_quantized(config, folder, kernels)
@@ -195,8 +203,8 @@ class ModelRunner:
         # `dtype_name` has a suffix, such as "+int8", for each choice that changes the bits of KV.
         # Workers with different `dtype_name` do not exchange blocks.
         form = "+int8" * int8 + "+blocks" * has_own_bits
-        is_library = model.implementation == "transformers"
-        form += "+transformers" * is_library
+        is_other = model.implementation != "tandem"
+        form += f"+{model.implementation}" * is_other
         self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
@@ -204,7 +212,9 @@ class ModelRunner:
             self.numerics_name = f"fast-{BITS_VERSION}"
         self.tokens_per_step = default_step_tokens(self.device)
         self.why_no_budgets = ""
-        if is_library:
+        if model.encoder is not None:
+            self.why_no_budgets = "the model is an encoder"
+        elif is_other:
             self.why_no_budgets = "the model is computed through transformers"
         elif kernels == "triton":
             self.why_no_budgets = (
@@ -226,7 +236,7 @@ class ModelRunner:
             log.info("no request speculates, because %s", self.why_no_speculation)
         # On a CPU, the host's threads are the device, so there is nothing to overlap.
         self._has_triton = kernels == "triton"
-        self.takes_embeddings = kernels != "triton" and not is_library
+        self.takes_embeddings = kernels != "triton" and not is_other
         self.launches_ahead = kernels == "triton" and self.device.type == "cuda"
         # Native ranks write their logits to their columns of one array, which rank 0 reads.
         self.shards_logits = kernels != "native" and config.tensor_parallel > 1
@@ -262,6 +272,7 @@ class ModelRunner:
                 kernels=kernels,
                 gpu_wait_s=gpu_wait_s,
                 block_share=self._own_config.num_kv_heads / model.num_kv_heads,
+                draft=draft,
             )
         self._static_kv = _static_kv(folder, self._kv_dtype)
         if self._static_kv is not None:
@@ -300,7 +311,7 @@ class ModelRunner:
         self._triton: TritonSteps | None = None
         with self._explains("the weights were loaded"):
             weights = None
-            if not is_library:
+            if not is_other:
                 weights = load_weights(
                     folder.weight_files,
                     model,
@@ -310,7 +321,16 @@ class ModelRunner:
                     share=self._share,
                     on_progress=on_progress,
                 )
-            if weights is None:
+            if model.encoder is not None:
+                self._small = self._large = encoder_steps(
+                    folder,
+                    model,
+                    dtype=self._dtype,
+                    device=self.device,
+                    on_progress=on_progress,
+                )
+                self.kernels_name = "torch (encoder)"
+            elif weights is None:
                 # Imported here because importing transformers takes seconds.
                 from tandem.engine.executor.transformers.steps import transformers_steps
 
@@ -357,6 +377,10 @@ class ModelRunner:
             self._gpu.weights_loaded()
         if self._members is not None:
             self._members.wait_until_loaded()
+        self.draft: ModelRunner | None = None
+        if draft is not None:
+            named = replace(draft_options(config), model=str(draft.path), model_revision="")
+            self.draft = ModelRunner(draft, named, on_progress=on_progress)
 
     def _collectives(self, config: EngineConfig) -> Collectives:
         """Returns how the decoder exchanges activations with other ranks. The native decoder does
@@ -645,6 +669,11 @@ class ModelRunner:
             self._members.memory.post(batch)
         if self._working:
             batch = with_working_slots(batch, self._working)
+        if on_kv_written is not None and self._has_own_pool and self._model_config.has_states:
+            # The caller copies states, and other ranks copy theirs only between steps.
+            logits = self._compute(self._last, batch, self.pools, None)
+            on_kv_written()
+            return logits
         return self._compute(self._last, batch, self.pools, on_kv_written)
 
     def _compute(
@@ -757,13 +786,14 @@ def _check_memory(
     kernels: str,
     gpu_wait_s: float,
     block_share: float,
+    draft: ModelFolder | None = None,
 ) -> int:
     """Raises ConfigError if these settings need more memory than is free on the machine or the
     GPU. Returns the bytes of a GPU's KV pool; 0 if the pool gets the memory that is left. On a GPU,
     the pool has `block_share` of each block, which is less than 1 if a rank has a part of the
     heads."""
     if gpu is None:
-        _check_host(worker_need(config, folder, dtype=dtype, kernels=kernels))
+        _check_host(worker_need(config, folder, dtype=dtype, kernels=kernels, draft=draft))
         return 0
     # On a GPU, --kv-host-memory must fit into the free host memory, and everything else into the
     # memory of the GPU.

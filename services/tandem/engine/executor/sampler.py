@@ -30,6 +30,7 @@ from tandem.engine.scheduler.schedule import Chunk
 from tandem.engine.sequence import Sequence
 from tandem.engine.types import TokenLogprobs
 from tandem.models.grammars.masks import GrammarMatcher
+from tandem_kernels.edits import Edit
 from tandem_kernels.logprobs import Logprobs
 from tandem_kernels.sampling import NO_TOKEN, Draw
 
@@ -54,6 +55,19 @@ class _Wanted(NamedTuple):
 
 def next_draw(sequence: Sequence) -> Draw:
     """Returns the sampling parameters for the sequence's next token."""
+    edit = None if sequence.edits is None else sequence.edits.edit()
+    return _draw(sequence, edit)
+
+
+def guessed_draw(sequence: Sequence) -> Draw:
+    """Returns the sampling parameters with which a draft model guesses the sequence's next tokens.
+    They leave out the mask of a grammar, which need not be ready."""
+    if sequence.edits is None or sequence.grammar is not None:
+        return _draw(sequence, None)
+    return _draw(sequence, sequence.edits.edit())
+
+
+def _draw(sequence: Sequence, edit: Edit | None) -> Draw:
     sampling = sequence.spec.sampling
     return Draw(
         temperature=sampling.temperature,
@@ -62,7 +76,7 @@ def next_draw(sequence: Sequence) -> Draw:
         min_p=sampling.min_p,
         seed=sampling.seed or 0,
         position=sequence.num_tokens,
-        edit=None if sequence.edits is None else sequence.edits.edit(),
+        edit=edit,
     )
 
 

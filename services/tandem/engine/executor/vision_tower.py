@@ -13,7 +13,7 @@ from safetensors import safe_open
 from tandem.common.config.engine import EngineConfig
 from tandem.common.prompt_image import PromptImage
 from tandem.engine.executor.runner import ModelRunner
-from tandem.engine.image_rows import ImageRows
+from tandem.engine.image_rows import Fetch, ImageRows
 from tandem.errors import BadRequest, ConfigError
 from tandem.models.files import few, read_json
 from tandem.models.folder import ModelFolder
@@ -22,8 +22,14 @@ from tandem.models.images import ImageRules, open_image, read_rules
 log = logging.getLogger(__name__)
 
 
-def make_image_rows(folder: ModelFolder, runner: ModelRunner, config: EngineConfig) -> ImageRows:
-    """Returns what computes the embeddings of images for an engine, or refuses images."""
+def make_image_rows(
+    folder: ModelFolder,
+    runner: ModelRunner,
+    config: EngineConfig,
+    fetch: Fetch = lambda image, salt: None,
+) -> ImageRows:
+    """Returns what computes the embeddings of images for an engine, or refuses images. `fetch`
+    requests an embedding from an encode worker."""
     rules = read_rules(folder)
     if not isinstance(rules, str):
         if config.tensor_parallel > 1:
@@ -32,12 +38,13 @@ def make_image_rows(folder: ModelFolder, runner: ModelRunner, config: EngineConf
             rules = "the Triton kernels compute no images; start the worker with --kernels torch"
     if isinstance(rules, str):
         return ImageRows(None, rules)
-    return ImageRows(VisionTower(folder, rules, runner.device).encode)
+    return ImageRows(VisionTower(folder, rules, runner.device).encode, fetch=fetch)
 
 
 class VisionTower:
-    """The vision tower of a model, in fp32. It is loaded when the first image comes, because most
-    workers compute none: a decode worker only where the prompt is computed there."""
+    """The vision tower of a model, in fp32. Unless `load` is called, it is loaded when the first
+    image comes, because most workers compute none: a decode worker only where the prompt is
+    computed there. One thread at a time may use it."""
 
     def __init__(self, folder: ModelFolder, rules: ImageRules, device: torch.device) -> None:
         self._folder = folder
@@ -55,9 +62,7 @@ class VisionTower:
                 "same files of the model",
                 param="messages",
             )
-        if self._loaded is None:
-            self._loaded = self._load()
-        processor, tower, connector = self._loaded
+        processor, tower, connector = self.load()
         pixels = processor([[open_image(image.data)]], return_tensors="pt")["pixel_values"]
         rows = []
         # One tile after the other, because a tower's activations of all tiles could be large.
@@ -66,9 +71,15 @@ class VisionTower:
             rows.append(connector(hidden)[0].cpu())
         return torch.cat(rows)
 
-    def _load(self) -> tuple[Any, Any, Any]:
-        """Returns the image processor, the tower and the connector of the tower to the text part.
-        Raises ConfigError if a tensor is missing or has another shape."""
+    def load(self) -> tuple[Any, Any, Any]:
+        """Returns the image processor, the tower and the connector of the tower to the text part,
+        which the first call loads. Raises ConfigError if a tensor is missing or has another
+        shape."""
+        if self._loaded is None:
+            self._loaded = self._read()
+        return self._loaded
+
+    def _read(self) -> tuple[Any, Any, Any]:
         # Imported here because importing transformers takes seconds.
         from transformers import AutoConfig
         from transformers.models.idefics3 import image_processing_pil_idefics3 as idefics3_pixels

@@ -86,9 +86,10 @@ class StepBatch:
         return sum(s.num_tokens for s in self.slices)
 
     def with_tokens(self, drawn: Sequence[int]) -> StepBatch:
-        """Returns the batch with the tokens of the last sampling in place of negative token ids."""
+        """Returns the batch with the tokens of the last sampling in place of negative token ids.
+        Token 0 replaces NO_TOKEN, whose sequence ends."""
         slices = [
-            s._replace(token_ids=[t if t >= 0 else drawn[-1 - t] for t in s.token_ids])
+            s._replace(token_ids=[t if t >= 0 else max(drawn[-1 - t], 0) for t in s.token_ids])
             for s in self.slices
         ]
         return StepBatch(slices, top_k=self.top_k, live_slots=self.live_slots)

@@ -107,16 +107,7 @@ class Loads:
         return next((each for each in starts if self._fits(sequence, each, end)), None)
 
     def _fits(self, sequence: Sequence, start: SequenceStart, end: int) -> bool:
-        return self._kv.can_reserve(
-            sequence.reusable_hashes,
-            start.num_cached_blocks,
-            num_tokens=sequence.num_tokens,
-            resume=start.resume,
-            sources=start.sources,
-            taken=start.taken,
-            checkpoint=start.checkpoint,
-            loaded=end,
-        )
+        return self._kv.can_reserve(sequence.demand(start, loaded=end))
 
     def _choose(
         self, sequence: Sequence, start: SequenceStart, queued_tokens: int, num_delayed: int

@@ -37,11 +37,13 @@ each sequence that ends with a stop token, and the engine drops these tokens.
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
+from typing import Protocol
 
 from tandem.common.perf_model.predict import beside_decode
 from tandem.common.perf_model.rates import WorkerRates
+from tandem.common.perf_model.running_slots import num_running_slots
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots, AdapterSlotState
 from tandem.engine.cache.kv_cache import KvCache
@@ -51,7 +53,6 @@ from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_c
 from tandem.engine.scheduler.deadlines import Deadlines
 from tandem.engine.scheduler.early_reuse import EarlyReuse, find_parent
 from tandem.engine.scheduler.loads import Loads
-from tandem.engine.scheduler.running_slots import num_running_slots
 from tandem.engine.scheduler.schedule import Chunk, Schedule
 from tandem.engine.sequence import Sequence, SequenceStart, Status
 from tandem.engine.speculation.drafter import Proposal
@@ -72,6 +73,21 @@ _GROWTH_TOKENS = 256
 _arrival = attrgetter("arrival")
 
 
+class DraftProposals(Protocol):
+    """What computes the proposals of a draft model."""
+
+    def prepare(
+        self,
+        sequences: Iterable[Sequence],
+        work: StepWork,
+        *,
+        sequences_max: int,
+        tokens_max: int,
+    ) -> None:
+        """Computes proposals for the decoding sequences of a step with `work`, which has no prompt,
+        as far as this pays: for at most `sequences_max` of them, `tokens_max` tokens in all."""
+
+
 class Scheduler:
     """The queues of an engine's sequences, and the plan of each step. `waiting` and `running` are
     sorted by arrival."""
@@ -89,6 +105,7 @@ class Scheduler:
         tiers: Tiers,
         images: ImageRows,
         speculator: Speculator,
+        draft_model: DraftProposals | None = None,
     ) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -106,6 +123,7 @@ class Scheduler:
         self._adapters = adapters
         self._images = images
         self._speculator = speculator
+        self._draft_model = draft_model
         self._unmeasured = kv.rates(max_tokens_per_step)
         self.deadlines = Deadlines(self._prefill_rates, self._has_rates, time.monotonic)
 
@@ -242,14 +260,27 @@ class Scheduler:
         """
         if schedule.work.prefill_tokens or self._speculator.stats is None:
             return
+        # A state takes in a rejected token only on a scratch slot, so the tokens before it are
+        # computed again. They have no proposed tokens beside them.
+        able = [
+            (place, chunk.sequence)
+            for place, chunk in enumerate(schedule.chunks)
+            if (chunk.samples and not chunk.all_logits and chunk.sequence.in_decode)
+            and (chunk.num_tokens == 1 or not self._kv.has_states)
+        ]
+        room = min(DRAFTS_MAX, self._max_tokens_per_step - schedule.work.num_tokens)
+        if self._draft_model is not None:
+            self._draft_model.prepare(
+                [sequence for _, sequence in able],
+                schedule.work,
+                sequences_max=self._kv.num_scratch if self._kv.has_states else len(able),
+                tokens_max=room,
+            )
         proposals: dict[int, Proposal] = {}
-        for place, chunk in enumerate(schedule.chunks):
-            if chunk.samples and not chunk.all_logits and chunk.sequence.in_decode:
-                proposal = chunk.sequence.propose()
-                # A state takes in a rejected token only on a scratch slot, so the tokens before it
-                # are computed again. They have no proposed tokens beside them.
-                if proposal.token_ids and (chunk.num_tokens == 1 or not self._kv.has_states):
-                    proposals[place] = proposal
+        for place, sequence in able:
+            proposal = sequence.propose()
+            if proposal.token_ids:
+                proposals[place] = proposal
         if self._kv.has_states and len(proposals) > self._kv.num_scratch:
             best = sorted(proposals, key=lambda place: -sum(proposals[place].probabilities))
             proposals = {place: proposals[place] for place in best[: self._kv.num_scratch]}
@@ -264,7 +295,6 @@ class Scheduler:
             ),
             key=lambda each: -each[0],
         )
-        room = min(DRAFTS_MAX, self._max_tokens_per_step - schedule.work.num_tokens)
         gains = [probability for probability, _ in ranked[:room]]
         worth = self._speculator.num_worthwhile(gains, schedule.work)
         counts = Counter(place for _, place in ranked[:worth])
@@ -369,17 +399,7 @@ class Scheduler:
             start := self._find_start(sequence, schedule)
         ):
             start = self._plan_load(sequence, start)
-            tables = self._kv.reserve(
-                sequence.reusable_hashes,
-                start.num_cached_blocks,
-                num_tokens=sequence.num_tokens,
-                resume=start.resume,
-                sources=start.sources,
-                taken=start.taken,
-                checkpoint=start.checkpoint,
-                budget=sequence.spec.kv_budget,
-                loaded=sequence.loading.end,
-            )
+            tables = self._kv.reserve(sequence.demand(start, loaded=sequence.loading.end))
             assert tables is not None
             self.early_reuse.end(sequence)
             schedule.copies += sequence.hold(tables, start)
@@ -459,7 +479,7 @@ class Scheduler:
         its blocks cannot be reserved."""
         if not self._has_slot(sequence, schedule):
             return None
-        depth = self._kv.match(hashes := sequence.reusable_hashes)
+        depth = self._kv.match(sequence.reusable_hashes)
         parent = find_parent(sequence, self.running, depth)
         part = self._kv.find_partial_block(*sequence.reusable_part(depth))
         # Tries to start with a copy of the partly matching block. If that fails, tries without it,
@@ -471,16 +491,7 @@ class Scheduler:
         elif starts[0].sources:
             starts.append(starts[0].taking_states())
         for start in starts:
-            if self._kv.can_reserve(
-                hashes,
-                depth,
-                num_tokens=sequence.num_tokens,
-                resume=start.resume,
-                sources=start.sources,
-                taken=start.taken,
-                checkpoint=start.checkpoint,
-                budget=sequence.spec.kv_budget,
-            ):
+            if self._kv.can_reserve(sequence.demand(start)):
                 return start
         return None
 
@@ -596,7 +607,7 @@ class Scheduler:
         for image in sequence.missing_images:
             rows = sequence.image_rows.get(image.digest)
             if rows is None:
-                rows = self._images.find(image)
+                rows = self._images.find(image, sequence.spec.cache_salt)
             if rows is not None:
                 needed[image.digest] = rows
             else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -17,12 +19,19 @@ class Source(IntEnum):
 _NUM_KINDS = 4
 # Assumed acceptance of each kind before anything was measured, and the number of tokens for which
 # this assumption counts.
-_ASSUMED = (0.3, 0.5, 0.7, 0.85)
+_ASSUMED = (0.3, 0.5, 0.7, 0.85) * len(Source)
 _ASSUMED_WEIGHT = 4.0
 # With each new token of a kind, the weight of the earlier ones is multiplied by this. So the
 # estimate of one sequence depends mainly on its last 25 tokens.
 _KEEP = 0.96
 _KEEP_SHARED = 0.998
+# The estimates of one sequence are from few tokens, so the highest ones are mostly too high. They
+# are corrected by the acceptance of all tokens with about the same estimate. Estimates p are put
+# together by 1 - p: two levels for each halving. The estimate itself counts for so many tokens.
+_NUM_LEVELS = 12
+_LEVEL_WEIGHT = 16.0
+# Assumed acceptance of the tokens of a draft model. Whether it is a good one is soon known.
+DRAFT_MODEL = (0.6,)
 
 
 def kind_of(num_equal: int, source: Source = Source.OWN) -> int:
@@ -34,23 +43,56 @@ class Acceptance:
     """The measured acceptance of proposed tokens. That of one sequence starts from `shared`, the
     acceptance of all sequences of the engine."""
 
-    def __init__(self, shared: Acceptance | None = None) -> None:
+    def __init__(
+        self, shared: Acceptance | None = None, assumed: Sequence[float] = _ASSUMED
+    ) -> None:
+        """`assumed` has the acceptance of each kind before anything was measured."""
         self._shared = shared
-        self._keep = _KEEP_SHARED if shared is None else _KEEP
-        self._hits = [0.0] * _NUM_KINDS * len(Source)
-        self._trials = [0.0] * _NUM_KINDS * len(Source)
+        self._kinds = _Rates(len(assumed), _KEEP_SHARED if shared is None else _KEEP)
+        self._assumed: Sequence[float] = assumed if shared is None else shared._assumed
+        # By level: the acceptance of tokens that had about the same estimate in their sequence.
+        self._levels = _Rates(_NUM_LEVELS, _KEEP_SHARED)
 
     def observe(self, kind: int, is_accepted: bool) -> None:
         """Counts a proposed token."""
-        self._hits[kind] = self._keep * self._hits[kind] + is_accepted
-        self._trials[kind] = self._keep * self._trials[kind] + 1
         if self._shared is not None:
+            self._shared._levels.observe(_level_of(self._estimate(kind)), is_accepted)
             self._shared.observe(kind, is_accepted)
+        self._kinds.observe(kind, is_accepted)
 
     def probability(self, kind: int) -> float:
         """Returns the estimated probability that a proposed token of this kind is accepted."""
-        assumed = (
-            _ASSUMED[kind % _NUM_KINDS] if self._shared is None else self._shared.probability(kind)
-        )
-        hits = self._hits[kind] + _ASSUMED_WEIGHT * assumed
-        return hits / (self._trials[kind] + _ASSUMED_WEIGHT)
+        estimate = self._estimate(kind)
+        if self._shared is None:
+            return estimate
+        return self._shared._levels.mean(_level_of(estimate), estimate, _LEVEL_WEIGHT)
+
+    def _estimate(self, kind: int) -> float:
+        """Returns the estimate that is not corrected by its level."""
+        shared = self._shared
+        assumed = self._assumed[kind] if shared is None else shared._estimate(kind)
+        return self._kinds.mean(kind, assumed, _ASSUMED_WEIGHT)
+
+
+class _Rates:
+    """Shares of accepted tokens, with forgetting."""
+
+    def __init__(self, size: int, keep: float) -> None:
+        self._keep = keep
+        self._hits = [0.0] * size
+        self._trials = [0.0] * size
+
+    def observe(self, at: int, is_accepted: bool) -> None:
+        self._hits[at] = self._keep * self._hits[at] + is_accepted
+        self._trials[at] = self._keep * self._trials[at] + 1
+
+    def mean(self, at: int, assumed: float, weight: float) -> float:
+        """Returns the share, with `weight` more tokens of which the share `assumed` is accepted."""
+        return (self._hits[at] + weight * assumed) / (self._trials[at] + weight)
+
+
+def _level_of(estimate: float) -> int:
+    highest = _NUM_LEVELS - 1
+    if estimate >= 1 - 2 ** (-highest / 2):
+        return highest
+    return int(-2 * math.log2(1 - estimate))

@@ -12,7 +12,7 @@ speculate, at no cost.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tandem.common.speculation import Speculated, Speculation
 from tandem.engine.speculation.acceptance import Acceptance, Source, kind_of
@@ -33,6 +33,16 @@ class Proposal(NamedTuple):
 
 
 NOTHING = Proposal([], [])
+
+
+class Proposer(Protocol):
+    """Proposes next tokens of one sequence."""
+
+    result: Speculated  # what speculation did for the sequence
+
+    def propose(self, token_ids: Sequence[int]) -> Proposal:
+        """Returns the proposal after `token_ids`, the tokens of the sequence. They must begin with
+        those of the last call."""
 
 
 class Drafter:

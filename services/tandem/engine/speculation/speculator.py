@@ -25,11 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from tandem.common.perf_model.step_time import DraftPrice, StepTimeModel, StepWork
 from tandem.common.speculation import Speculated, Speculation, SpeculationStats
-from tandem.engine.speculation.acceptance import Acceptance
+from tandem.engine.speculation.acceptance import DRAFT_MODEL, Acceptance
 from tandem.engine.speculation.depth import num_worthwhile
-from tandem.engine.speculation.drafter import Drafter
+from tandem.engine.speculation.drafter import Drafter, Proposer
+from tandem.engine.speculation.model_drafter import ModelDrafter
 from tandem.engine.speculation.recent_answers import RecentAnswers, Tenant
 from tandem.engine.types import Mode, SequenceSpec
 
@@ -52,7 +55,8 @@ class Speculator:
         self._step_time = step_time
         self._max_model_len = max_model_len
         self._has_states = has_states
-        self._acceptance = Acceptance()
+        has_model = setting is not None and setting.method == "draft_model"
+        self._acceptance = Acceptance(assumed=DRAFT_MODEL) if has_model else Acceptance()
         self._recent: RecentAnswers | None = None  # None: proposals come from own tokens only
         if setting is not None and setting.answers_max:
             self._recent = RecentAnswers(
@@ -63,7 +67,12 @@ class Speculator:
         self._price: DraftPrice | None = None  # the price in the step that was planned last
         self.stats = None if setting is None else SpeculationStats()  # None: none speculates
 
-    def drafter(self, spec: SequenceSpec) -> Drafter | None:
+    @property
+    def tokens_max(self) -> int:
+        """Largest number of tokens in a proposal."""
+        return 0 if self._setting is None else self._setting.tokens_max
+
+    def drafter(self, spec: SequenceSpec) -> Proposer | None:
         """Returns what proposes tokens of a sequence. Returns None if the sequence does not
         speculate.
 
@@ -73,6 +82,8 @@ class Speculator:
         is_plain = spec.kv_budget is None and spec.mode is not Mode.PREFILL_ONLY
         if self._setting is None or not is_plain:
             return None
+        if self._setting.method == "draft_model":
+            return ModelDrafter(self._acceptance, spec, self._max_model_len)
         return Drafter(self._setting, self._acceptance, spec, self._max_model_len, self._recent)
 
     def keep(self, spec: SequenceSpec, token_ids: Sequence[int]) -> None:
@@ -89,10 +100,7 @@ class Speculator:
     def num_worthwhile(self, gains: Sequence[float], work: StepWork) -> int:
         """Returns how many proposed tokens are worth their time in a step with `work`. `gains` has
         their probabilities in descending order."""
-        price = self._step_time.draft_price(work)
-        if price is not None and self._has_states:
-            price = price._replace(token_s=_TIMES_WITH_STATES * price.token_s)
-        self._price = price
+        self._price = price = self.price(work)
         if price is None or not price.step_s:
             return 0
         count = num_worthwhile(gains, num_sequences=work.decode_tokens, price=price)
@@ -100,7 +108,24 @@ class Speculator:
             self._step_time.skip_drafts(work)
         return count
 
-    def count(self, drafter: Drafter, num_accepted: int, num_proposed: int, of_step: int) -> None:
+    def price(self, work: StepWork) -> DraftPrice | None:
+        """Returns the price of proposed tokens in a step with `work`. None: the step is to be
+        measured without them."""
+        price = self._step_time.draft_price(work)
+        if price is not None and self._has_states:
+            price = price._replace(token_s=_TIMES_WITH_STATES * price.token_s)
+        return price
+
+    def skip(self, work: StepWork) -> None:
+        """Records that a step with `work` verifies no proposed tokens, because they do not pay."""
+        self._step_time.skip_drafts(work)
+
+    def charge(self, drafter: Proposer, seconds: float) -> None:
+        """Counts the seconds that a draft model has computed for a sequence."""
+        before = drafter.result
+        drafter.result = replace(before, saved_s=before.saved_s - seconds)
+
+    def count(self, drafter: Proposer, num_accepted: int, num_proposed: int, of_step: int) -> None:
         """Counts the proposed tokens that a step has verified for one sequence. The step had
         `of_step` proposed tokens of all sequences."""
         if self.stats is None:

@@ -292,6 +292,8 @@ class Load:
     def num_read_by_tier(self) -> dict[str, int]:
         """Number of loaded blocks by the name of the tier. If a block's parts (one for each KV
         group) come from several tiers, the block counts for the slowest of these tiers."""
+        if len(self.tables) == 1:  # one tier and one group
+            return {self.parts[0].storage.name: self.num_read} if self.num_read else {}
         names = {part.chain_index: part.storage.name for part in self.parts_read}
         return dict(Counter(names.values()))
 

@@ -18,14 +18,14 @@ from tandem.engine.tiers.disk.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.tiers.disk.storage import DiskStorage
 from tandem.engine.tiers.host import HostStorage
 from tandem.engine.tiers.io_thread import IoThread, JobThread
-from tandem.engine.tiers.object_store.client import open_store
-from tandem.engine.tiers.object_store.storage import ObjectStorage
+from tandem.engine.tiers.object_store.storage import REQUEST_S, ObjectStorage
 from tandem.engine.tiers.seal import Seal, make_seal
 from tandem.engine.tiers.slots.keep_policy import keep_policy
 from tandem.engine.tiers.storage import Storage
 from tandem.engine.tiers.tier import Tier
 from tandem.engine.tiers.tiers import Tiers
 from tandem.errors import ConfigError
+from tandem.net.object_store import StoreAddress, open_store
 
 CHAIN_TOKENS = 8192  # a typical length of a conversation or a document
 
@@ -125,9 +125,17 @@ def _storages_in_files(
 
 
 def _store_storages(inputs: TierInputs) -> list[Storage]:
+    config = inputs.config
+    address = StoreAddress(
+        "kv-store",
+        config.kv_store_url,
+        config.kv_store_endpoint,
+        config.kv_store_region,
+        config.kv_store_credentials,
+    )
     first = ObjectStorage(
-        open_store(inputs.config),
-        place=inputs.config.kv_store_url,
+        open_store(address, request_s=REQUEST_S),
+        place=config.kv_store_url,
         identity=inputs.identities[0],
         seal=inputs.seals[0],
     )

@@ -13,10 +13,13 @@ of the pool and of all tiers together. This module starts no threads and reads n
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
+from itertools import repeat
 
 from tandem.common.perf_model.soonest import TierReach
-from tandem.engine.cache.block_table import UnfilledBlock
+from tandem.engine.cache.block_table import UnfilledBlocks
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.pool.block_pool import BlockPool
 from tandem.engine.tiers.jobs import LoadPart
@@ -61,7 +64,7 @@ class Sources:
         return found
 
     def find_parts(
-        self, block_hashes: Sequence[bytes], wanted: Sequence[UnfilledBlock], tiers: Sequence[Tier]
+        self, block_hashes: Sequence[bytes], wanted: Sequence[UnfilledBlocks], tiers: Sequence[Tier]
     ) -> tuple[list[LoadPart], Tables]:
         """Returns the parts of a load (one read for each wanted block), the fastest tier first, and
         the slots that are now referenced for these reads.
@@ -71,53 +74,60 @@ class Sources:
         """
         parts: list[LoadPart] = []
         tables: Tables = {}
-        numbers = range(len(self._layout.groups))
-        rest = [[block for block in wanted if block.group == number] for number in numbers]
+        rest = list(wanted)
         for tier in sorted(self._tiers, key=lambda tier: tier not in tiers):
-            for number in numbers:
-                found, rest[number] = self._divide(tier, number, block_hashes, rest[number])
-                if found:
-                    table = self._hold(tier, number, block_hashes, found)
-                    tables[tier.number, number] = table
-                    parts += _parts(tier, number, block_hashes, found, table[-len(found) :])
-        assert not any(rest), "no tier has these blocks"
+            left = []
+            for blocks in rest:
+                found, others = self._divide(tier, block_hashes, blocks)
+                if found.block_ids:
+                    table = self._hold(tier, block_hashes, found)
+                    tables[tier.number, blocks.group] = table
+                    parts += _parts(tier, block_hashes, found, table[-len(found.block_ids) :])
+                if others.block_ids:
+                    left.append(others)
+            rest = left
+        assert not rest, "no tier has these blocks"
         return parts, tables
 
+    def share_of(self, parts: Sequence[LoadPart]) -> float:
+        """Returns the average block size of these parts, as a fraction of the sum of all groups'
+        block sizes."""
+        if len(self.shares) == 1:
+            return 1.0
+        return sum(self.shares[part.group] for part in parts) / len(parts)
+
     def _divide(
-        self,
-        tier: Tier,
-        group: int,
-        block_hashes: Sequence[bytes],
-        wanted: Sequence[UnfilledBlock],
-    ) -> tuple[list[UnfilledBlock], list[UnfilledBlock]]:
+        self, tier: Tier, block_hashes: Sequence[bytes], wanted: UnfilledBlocks
+    ) -> tuple[UnfilledBlocks, UnfilledBlocks]:
         """Divides a group's wanted blocks into (those that the tier has, the others)."""
+        group, indices, block_ids = wanted
         slots = tier.groups[group].pool
-        found: list[UnfilledBlock] = []
-        others: list[UnfilledBlock] = []
         if self._layout.groups[group].window is None:
-            depth = slots.depth(block_hashes)
-            for block in wanted:
-                (found if block.chain_index < depth else others).append(block)
-        else:
-            for block in wanted:
-                is_found = slots.has(block_hashes[block.chain_index])
-                (found if is_found else others).append(block)
+            num_found = bisect_left(indices, slots.depth(block_hashes))
+            return (
+                UnfilledBlocks(group, indices[:num_found], block_ids[:num_found]),
+                UnfilledBlocks(group, indices[num_found:], block_ids[num_found:]),
+            )
+        has = [slots.has(block_hashes[index]) for index in indices]
+        found, others = (
+            UnfilledBlocks(
+                group,
+                [index for index, each in zip(indices, has, strict=True) if each is is_found],
+                [block for block, each in zip(block_ids, has, strict=True) if each is is_found],
+            )
+            for is_found in (True, False)
+        )
         return found, others
 
-    def _hold(
-        self,
-        tier: Tier,
-        group: int,
-        block_hashes: Sequence[bytes],
-        wanted: Sequence[UnfilledBlock],
-    ) -> list[int]:
+    def _hold(self, tier: Tier, block_hashes: Sequence[bytes], wanted: UnfilledBlocks) -> list[int]:
         """References the slots that hold the wanted blocks and returns them. Without a window, the
         slots of all earlier blocks of the chain are referenced too and come first."""
-        if self._layout.groups[group].window is None:
-            chain = block_hashes[: wanted[-1].chain_index + 1]
+        indices = wanted.chain_indices
+        if self._layout.groups[wanted.group].window is None:
+            chain = block_hashes[: indices[-1] + 1]
         else:
-            chain = [block_hashes[block.chain_index] for block in wanted]
-        return tier.groups[group].pool.hold(chain)
+            chain = [block_hashes[index] for index in indices]
+        return tier.groups[wanted.group].pool.hold(chain)
 
     def depth(self, block_hashes: Sequence[bytes], tiers: Sequence[Tier]) -> int:
         """Returns the largest depth at which a request can resume with the blocks of a chain that
@@ -161,15 +171,14 @@ class Sources:
 
 
 def _parts(
-    tier: Tier,
-    group: int,
-    block_hashes: Sequence[bytes],
-    wanted: Sequence[UnfilledBlock],
-    slots: Sequence[int],
+    tier: Tier, block_hashes: Sequence[bytes], wanted: UnfilledBlocks, slots: Sequence[int]
 ) -> list[LoadPart]:
     """Returns the parts of a load that read these slots of a tier into the wanted blocks."""
+    group, indices, block_ids = wanted
+    hashes = [block_hashes[index] for index in indices]
     storage = tier.groups[group].storage
-    return [
-        LoadPart(tier.number, storage, slot, block_hashes[index], block_id, index, group)
-        for slot, (_, index, block_id) in zip(slots, wanted, strict=True)
-    ]
+    rows = zip(
+        repeat(tier.number), repeat(storage), slots, hashes, block_ids, indices, repeat(group)
+    )
+    # The engine's thread waits for this, and a call of LoadPart for each block takes longer.
+    return list(map(partial(tuple.__new__, LoadPart), rows))

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 
 from tandem.common.perf_model.rates import PrefillRate
 from tandem.common.perf_model.soonest import TierReach, load_seconds
-from tandem.engine.cache.block_table import UnfilledBlock
+from tandem.engine.cache.block_table import UnfilledBlocks
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.pool.block import Copy
 from tandem.engine.cache.pool.block_pool import BlockPool
@@ -38,6 +38,9 @@ from tandem.engine.types import TierBlocks, TierStats
 
 STALL_S = 2.0  # a load that gets no block for this many seconds is cancelled
 TURN_S = 8e-5  # seconds that a step of the engine spends on finished writes, or on new writes
+# Number of steps in a row that put off new writes because of a load. A load from host memory starts
+# in one step and often ends in the next one.
+_WAITS_MAX = 2
 _CLOSE_S = 3.0  # time limit in seconds for the last writes when the engine closes
 
 
@@ -75,12 +78,11 @@ class Tiers:
         self._loads: dict[str, Load] = {}  # loads in flight, by sequence id
         self._cancelled: list[Load] = []  # cancelled loads that have not ended yet
         self._settles = False  # True: this step handles finished writes
-        self._starts_load = False  # True: this step starts a load
+        # True: this step starts a load, or handles one that has ended.
+        self._handles_load = False
         # True: finished writes were handled after the last start of new writes.
         self._has_settled = False
-        # True: new writes were already put off once, because a load started. They are not put off a
-        # second time.
-        self._has_waited = False
+        self._num_waited = 0  # number of steps in a row that put off new writes because of a load
         # Uses of blocks that were not passed to the policies yet. Each item has (block hashes,
         # whether to keep the blocks, priority).
         self._uses: list[tuple[Sequence[bytes], bool, int]] = []
@@ -132,17 +134,17 @@ class Tiers:
         """Passes uses to the policies and starts new writes, for about `turn_s` seconds.
 
         Where possible, a step does only one of three things: it starts writes (here), handles
-        finished writes (in `settle`) or starts a load. After a step of the model, the processor's
-        caches hold neither code nor data for these tasks. So the first block of each task takes
-        many times as long as the next ones.
+        finished writes (in `settle`), or starts a load or handles one that has ended. After a step
+        of the model, the processor's caches hold neither code nor data for these tasks. So the
+        first block of each task takes many times as long as the next ones.
         """
-        waits = self._settles or (self._starts_load and not self._has_waited)
-        self._has_waited |= self._starts_load
-        self._starts_load = False
+        waits = self._settles or (self._handles_load and self._num_waited < _WAITS_MAX)
+        self._num_waited += self._handles_load
+        self._handles_load = False
         if waits or not self.tiers:
             return
         until = time.perf_counter() + self.turn_s
-        self._has_waited = False
+        self._num_waited = 0
         self._count_uses()
         if self._writes.are_wanted:
             self._has_settled = False
@@ -186,12 +188,11 @@ class Tiers:
         self,
         sequence_id: str,
         block_hashes: Sequence[bytes],
-        wanted: Sequence[UnfilledBlock],
+        wanted: Sequence[UnfilledBlocks],
         *,
         num_spared: int = 0,
     ) -> None:
-        """Starts a load of the `wanted` blocks of a chain. The wanted blocks are sorted by chain
-        index within each group, and each must be in a tier.
+        """Starts a load of the `wanted` blocks of a chain. Each of them must be in a tier.
 
         The engine is expected to compute the first `num_spared` of these blocks during the load
         (`Load.take`). `num_spared` must be 0 if there are several groups.
@@ -202,7 +203,7 @@ class Tiers:
             chain=block_hashes,
             parts=parts,
             tables=tables,
-            share=sum(self._sources.shares[part.group] for part in parts) / len(parts),
+            share=self._sources.share_of(parts),
             num_spared=num_spared,
             channels=[group.channels_in for group in self._groups],
             after=self._groups[0].blocks.mark(),
@@ -211,7 +212,7 @@ class Tiers:
             continue_in=self._continue_in,
         )
         self._loads[sequence_id] = load
-        self._starts_load = True
+        self._handles_load = True
         self._readers[load.tier].submit(load)
 
     def reach_of(self, load: Load) -> list[TierReach]:
@@ -228,6 +229,7 @@ class Tiers:
         ended = []
         while not self._ended.empty():
             load = self._ended.get_nowait()
+            self._handles_load = True
             self._progress_at[load.tier] = self.clock()
             for (tier, group), table in load.tables.items():
                 self.tiers[tier].groups[group].pool.release(table)
@@ -366,10 +368,10 @@ class Tiers:
 
     def _observe(self, load: Load) -> None:
         for tier in self.tiers:
-            groups = [part.group for part in load.parts_read if part.tier == tier.number]
-            if groups:
-                tier.num_loaded += len(groups)
-                num_blocks = sum(self._sources.shares[group] for group in groups)
+            parts = [part for part in load.parts_read if part.tier == tier.number]
+            if parts:
+                tier.num_loaded += len(parts)
+                num_blocks = len(parts) * self._sources.share_of(parts)
                 tier.rate.observe(num_blocks, load.seconds[tier.number])
         if load.failed is not None:
             self._drop_chain(load, load.failed)

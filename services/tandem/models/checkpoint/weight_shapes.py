@@ -120,6 +120,7 @@ from tandem.models.config.linear_attention import (
     ShortConv,
 )
 from tandem.models.config.model import ModelConfig
+from tandem.models.config.score_head import SCORE
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -177,6 +178,8 @@ def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
     shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden), FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[OUTPUT] = (config.vocab_size, hidden)
+    if config.score_head is not None:
+        shapes[SCORE] = (len(config.score_head.labels), hidden)
     if config.per_layer_inputs is not None:
         width = config.num_layers * config.per_layer_inputs.size
         shapes[LAYER_EMBEDDING] = (config.per_layer_inputs.vocab_size, width)

@@ -13,12 +13,23 @@ from typing import Any
 from tandem.common.config.groups import ModelImpl
 from tandem.common.process.bounded_child import run_bounded
 from tandem.errors import ConfigError, UnsupportedModel
+from tandem.models.config.encoder import ID_DIGITS, is_encoder, read_encoder
 from tandem.models.config.families import FAMILIES
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig, read_dtype, read_eos_token_ids
 from tandem.models.config.rope import NO_ROPE
+from tandem.models.config.score_head import decoder_of
 
 EXTRA = "tandem-llm[transformers]"
+# The sizes and properties that only Tandem's own decoders use.
+_UNUSED: Mapping[str, Any] = {
+    "intermediate_size": 0,
+    "rms_norm_eps": 0.0,
+    "qkv_bias": False,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+    "qk_norm": "",
+}
 # Bounds of the process that reads a config. Importing transformers and torch takes most of them.
 _CPU_S = 120
 _MEMORY_BYTES = 32 << 30
@@ -41,6 +52,19 @@ def read_model_config(
         raise ConfigError(
             f"model-impl is transformers, but the library is not installed; install {EXTRA}"
         )
+    if is_encoder(config) and model_impl != "transformers":
+        return ModelConfig(
+            **read_encoder(config),
+            **_UNUSED,
+            layers=(LayerSpec(rope=NO_ROPE),),
+            num_attention_heads=1,
+            num_kv_heads=1,
+            head_dim=ID_DIGITS,
+            tie_word_embeddings=True,
+            eos_token_ids=read_eos_token_ids(config, generation_config),
+            torch_dtype=read_dtype(config),
+            implementation="encoder",
+        )
     if model_impl == "tandem" or (model_impl == "auto" and _is_own(config)):
         return ModelConfig.from_hf(config, generation_config)
     if not is_installed:
@@ -61,13 +85,7 @@ def read_model_config(
         eos_token_ids=read_eos_token_ids(config, generation_config),
         torch_dtype=read_dtype(config),
         implementation="transformers",
-        # Only Tandem's own decoders use the other sizes and properties.
-        intermediate_size=0,
-        rms_norm_eps=0.0,
-        qkv_bias=False,
-        attention_out_bias=False,
-        mlp_bias=False,
-        qk_norm="",
+        **_UNUSED,
     )
 
 
@@ -97,4 +115,4 @@ def _is_own(config: Mapping[str, Any]) -> bool:
     is_multimodal = "text_config" in config or "vision_config" in config
     if not isinstance(named, list) or not named or is_multimodal:
         return True
-    return not isinstance(named[0], str) or named[0] in FAMILIES
+    return not isinstance(named[0], str) or (decoder_of(named[0]) or named[0]) in FAMILIES

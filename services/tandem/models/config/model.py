@@ -20,6 +20,7 @@ from tandem.models.config.deepseek_v4 import (
     with_deepseek_v4_layers,
     with_plain_keys,
 )
+from tandem.models.config.encoder import Encoder
 from tandem.models.config.experts import has_experts
 from tandem.models.config.falcon_h1 import LayerFactors, read_layer_factors
 from tandem.models.config.families import FAMILIES, ExpertForm, Family, Norms, QkNorm
@@ -47,10 +48,11 @@ from tandem.models.config.layers import (
 from tandem.models.config.quantization import has_kv_scales, read_quantization
 from tandem.models.config.quantization_scheme import Quantization
 from tandem.models.config.rope import read_ropes
+from tandem.models.config.score_head import ScoreHead, classified
 from tandem.models.config.text_part import names_in_model, text_config
 
 Activation = Literal["silu", "gelu_tanh", "relu2"]
-Implementation = Literal["tandem", "transformers"]
+Implementation = Literal["tandem", "transformers", "encoder"]
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -145,9 +147,25 @@ class ModelConfig:
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
     is_text_part: bool = False
-    # Code that computes the model. With "transformers" (from_transformers.py), the fields that only
-    # Tandem's own decoders use keep their defaults.
+    # The head of a classification model. None: the model continues texts.
+    score_head: ScoreHead | None = None
+    # None: the model is a decoder. An encoder keeps no KV: the pool has the ids of its tokens, as
+    # if they were the keys of one layer.
+    encoder: Encoder | None = None
+    # Code that computes the model. With "transformers" (from_transformers.py) and "encoder", the
+    # fields that only Tandem's own decoders use keep their defaults.
     implementation: Implementation = "tandem"
+
+    @property
+    def generates(self) -> bool:
+        """True if the model continues texts."""
+        return self.score_head is None and self.encoder is None
+
+    @property
+    def embeds(self) -> bool:
+        """True if the state of a text is an embedding. That of an encoder with a head is not: it is
+        made for the head alone."""
+        return self.score_head is None or self.encoder is None
 
     @property
     def num_layers(self) -> int:
@@ -254,6 +272,7 @@ class ModelConfig:
         Raises UnsupportedModel naming the field that is not supported and the values that are.
         """
         eos_token_ids = read_eos_token_ids(config, generation_config)
+        config, score_head = classified(config)
         text = text_config(config)
         architecture = _architecture(config) if text is None else _family_of_part(text)
         config = config if text is None else text
@@ -355,6 +374,7 @@ class ModelConfig:
             alt_up=read_alt_up(config) if family.has_alt_up else None,
             num_extra_layers=_num_extra_layers(config, family),
             is_text_part=text is not None,
+            score_head=score_head,
         )
 
 

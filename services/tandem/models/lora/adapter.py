@@ -126,6 +126,8 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
             f"{model.architecture} is computed through transformers, which does not support LoRA "
             "adapters here"
         )
+    if model.encoder is not None:
+        raise UnsupportedModel("LoRA adapters are not supported for encoders")
     if model.index_keys is not None:
         raise UnsupportedModel("LoRA adapters are not supported for models with sparse attention")
     if model.shared_kv is not None:

@@ -81,6 +81,11 @@ class ControlStrings:
         """Encodes a text returned by `rename`, and also gives the tokens' offsets in the text."""
         return self._twin.encode(text, add_special_tokens=add_special_tokens)
 
+    def pair_encoding(self, first: str, second: str) -> tokenizers.Encoding:
+        """Encodes two texts as the tokenizer joins them. Control strings in both are ordinary
+        text."""
+        return self._twin.encode(first, second)
+
     def _pattern(self, is_tool: bool) -> re.Pattern[str]:
         return self._any if is_tool else self._special
 

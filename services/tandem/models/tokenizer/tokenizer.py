@@ -17,10 +17,12 @@ from tokenizers import decoders
 
 from tandem.errors import BadRequest, ConfigError
 from tandem.models.chat_template import NO_OPTIONS, ChatTemplate
-from tandem.models.files import naming
+from tandem.models.config.encoder import is_encoder
+from tandem.models.files import naming, read_json_if_any
 from tandem.models.folder import ModelFolder
 from tandem.models.tokenizer.check import check_rules
 from tandem.models.tokenizer.control_strings import ControlStrings
+from tandem.models.tokenizer.pair_template import Pair
 from tandem.models.tokenizer_settings import end_token_ids, read_tokenizer_settings
 
 
@@ -60,6 +62,9 @@ class Tokenizer:
         self.chat_template = ChatTemplate.from_folder(
             folder, read_tokenizer_settings(folder / "tokenizer_config.json")
         )
+        # True: a text that is too long loses its end, because the model is an encoder. Else the
+        # text loses its beginning.
+        self.cuts_end = is_encoder(read_json_if_any(folder / "config.json"))
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = end_token_ids(folder)
 
@@ -198,6 +203,34 @@ class Tokenizer:
             return self._control_strings.encoding(rendered.text, add_special_tokens=adds)
         return self._encode(rendered.text, adds)
 
+    def truncated(self, token_ids: list[int], kept: int) -> list[int]:
+        """Returns at most `kept` of a prompt's token ids: the last ones, or with `cuts_end` those
+        that transformers keeps. Then the prompt loses the last tokens of its text, but not the
+        tokens that the model expects around a text, such as [CLS] and [SEP]. Raises BadRequest if
+        there are more of these."""
+        if len(token_ids) <= kept:
+            return token_ids
+        if not self.cuts_end:
+            return token_ids[-kept:]
+        before, after = self._around
+        if not after or token_ids[-len(after) :] != after:
+            after = []
+        if kept < (least := len(before) + len(after)):
+            raise BadRequest(
+                f"truncate_prompt_tokens is {kept}; it must be at least {least}, the number of "
+                "tokens around a text",
+                param="truncate_prompt_tokens",
+            )
+        return token_ids[: kept - len(after)] + after
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The token ids that encoding adds before and after a text."""
+        encoding = self._encode("a", True)
+        of_text = [at for at, of in enumerate(encoding.sequence_ids) if of is not None]
+        ids: list[int] = encoding.ids
+        return (ids[: of_text[0]], ids[of_text[-1] + 1 :]) if of_text else ([], [])
+
     def encode_part(self, window: RenderedText, start: int, stop: int) -> list[int] | None:
         """Encodes `window` and returns the ids of the tokens in `window.text[start:stop]`; None if
         a token crosses `start` or `stop`. Tokens that are added at the start of the text, such as
@@ -219,6 +252,59 @@ class Tokenizer:
             if begin < stop:
                 last = max(last, index + 1)
         return ids[first:last]
+
+    def encode_pair(self, pair: Pair, kept: int | None = None) -> list[int]:
+        """Returns the token ids of the prompt of a query and a document. Special tokens that a
+        client wrote are ordinary text.
+
+        `kept` is the largest number of tokens; None: no limit. The document's last tokens are left
+        out to meet it. Raises BadRequest if the prompt without the document has more tokens, and
+        for a text with lone surrogates.
+        """
+        for text in (pair.query, pair.document, pair.instruction):
+            check_unicode(text)
+        if pair.template is None:
+            encoding = self._joined_pair(pair.query, pair.document)
+            inside = [at for at, of in enumerate(encoding.sequence_ids) if of == 1]
+        else:
+            parts, is_renamed = self._pair_parts(pair)
+            adds = not self.special_ids((pair.template.text,))
+            encoding = self._encode_rendered(RenderedText("".join(parts), is_renamed, adds))
+            start = len(parts[0])
+            stop = start + len(parts[1])
+            places = enumerate(zip(encoding.offsets, encoding.sequence_ids, strict=True))
+            inside = [
+                at
+                for at, ((begin, end), of) in places
+                if of is not None and start <= begin < stop and end <= stop
+            ]
+        ids: list[int] = encoding.ids
+        surplus = 0 if kept is None else len(ids) - kept
+        if surplus > len(inside):
+            raise BadRequest(
+                f"truncate_prompt_tokens is {kept}; it must be at least "
+                f"{len(ids) - len(inside)}, the number of tokens of the prompt without the "
+                "document",
+                param="truncate_prompt_tokens",
+            )
+        left_out = set(inside[len(inside) - surplus :]) if surplus > 0 else set()
+        return [token_id for at, token_id in enumerate(ids) if at not in left_out]
+
+    def _joined_pair(self, query: str, document: str) -> tokenizers.Encoding:
+        if self._control_strings.are_in((query, document)):
+            return self._control_strings.pair_encoding(query, document)
+        return self._tokenizer.encode(query, document)
+
+    def _pair_parts(self, pair: Pair) -> tuple[tuple[str, str, str], bool]:
+        """Returns the text of the prompt before the document, the document, and the text after it.
+        The second result is True if special tokens are renamed in them."""
+        assert pair.template is not None
+        sent = (pair.instruction, pair.query, pair.document)
+        if not self._control_strings.are_in(sent):
+            return pair.template.parts(*sent), False
+        parts = pair.template.parts(*self._control_strings.mark(sent))
+        before, document, after = map(self._control_strings.rename, parts)
+        return (before, document, after), True
 
     @cached_property
     def joined(self) -> frozenset[bytes]:

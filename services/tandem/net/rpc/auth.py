@@ -37,6 +37,7 @@ CALLERS: dict[str, Kind] = {
     "ResetPrefixCache": "router",
     "SetRole": "router",
     "Connect": "worker",
+    "Encode": "worker",
     "FetchBlocks": "worker",
     "ListChains": "worker",
     "Prefill": "worker",

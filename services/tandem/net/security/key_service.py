@@ -31,6 +31,7 @@ import httpx
 import msgspec
 
 from tandem.common.config.cluster import ClusterConfig
+from tandem.common.process.ticks import sleep_until_tick
 from tandem.errors import ConfigError, KeyNotFound, KeysUnknown, NotNow, Unauthenticated
 from tandem.net.rpc.certificates import CertificateFiles
 from tandem.net.security import keys
@@ -99,7 +100,7 @@ class KeyService:
         try:
             while True:
                 await self.refresh(own_url)
-                await asyncio.sleep(REFRESH_S)
+                await sleep_until_tick(REFRESH_S)
         finally:
             try:
                 await self._registry.remove(self._router_id)
@@ -117,8 +118,12 @@ class KeyService:
         self._read_file(now)
         try:
             if own_url:
-                self._routers = await self._registry.announce(self._router_id, own_url)
-            changes = await self._store.num_changes()
+                self._routers, value = await self._registry.announce(
+                    self._router_id, own_url, self._store.changes_key
+                )
+                changes = value or b""
+            else:
+                changes = await self._store.num_changes()
             is_lost = not changes and bool(self.ring.records)
             is_due = is_lost or now - self._read_at > REREAD_S
             if self._is_behind or is_due or changes != self._changes:

@@ -52,12 +52,12 @@ class KeyStore:
     def __init__(self, redis: Client, cluster_id: str) -> None:
         self._redis = redis
         self._records = f"{{tandem:{cluster_id}}}:keys"
-        self._changes = f"{self._records}:changes"
+        self.changes_key = f"{self._records}:changes"
         self._put = Script(_PUT)
 
     async def num_changes(self) -> bytes:
         """Reads the change counter. Returns b"" if there was no change yet."""
-        return await self._redis.get(self._changes) or b""  # type: ignore[return-value]
+        return await self._redis.get(self.changes_key) or b""  # type: ignore[return-value]
 
     async def read(self) -> list[KeyRecord]:
         """Reads all records. Records that cannot be decoded are skipped and logged."""
@@ -66,7 +66,7 @@ class KeyStore:
 
     async def put(self, record: KeyRecord) -> bool:
         """Writes a record. Returns False if Redis has the same or a newer version."""
-        keys = [self._records, self._changes]
+        keys = [self._records, self.changes_key]
         text = msgspec.json.encode(record)
         is_tombstone = int(bool(record.revoked_at))
         args = (record.key_id, record.version, text, is_tombstone, secrets.randbits(48))

@@ -10,8 +10,11 @@ from tandem.errors import BadRequest
 COUNT_MAX = 10**12  # largest allowed limit; counters in Redis's Lua scripts are exact up to 2^53
 WEIGHT_MAX = 10_000
 
+PRIORITY_MIN = -(2**31 - 1)  # earliest priority of a request
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 _Priority = Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)]
+_Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Weight = Annotated[int, msgspec.Meta(ge=1, le=WEIGHT_MAX)]
 
 
@@ -32,6 +35,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # Weight of the tenant in queues. A tenant with weight 2 gets twice as many turns as a tenant
     # with weight 1.
     weight: _Weight = WEIGHT_DEFAULT
+    # Earliest (lowest) priority that a request may have in queues. An earlier one is raised to it.
+    earliest_priority: Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=-PRIORITY_MIN)] = (
+        PRIORITY_MIN
+    )
+    # Names of the models and LoRA adapters that the key may use. The name of a model allows its
+    # adapters, too. Empty: all models.
+    models: tuple[_Model, ...] = ()
+    may_shed: bool = False  # True: all requests of the key may be refused while they wait
 
     @property
     def are_counted(self) -> bool:

@@ -10,7 +10,7 @@ The keys in Redis begin with the hash tag `{tandem:CLUSTER}`, so they share a sl
     {tandem:CLUSTER}:contract             msgpack KvCompatibility, with a time to live
     {tandem:CLUSTER}:contract:GENERATION  the KvCompatibility of a named generation
     {tandem:CLUSTER}:loading              HASH, msgpack LoadingNotice of workers without a record
-    {tandem:CLUSTER}:mark                 random value, set by `data_set`; missing after a data loss
+    {tandem:CLUSTER}:mark                 random value, set by `read_all`; missing after a data loss
 
 A worker writes its record every `record_interval_s`. If the worker stops, the record expires after
 `record_ttl_s`, and the worker then counts as dead.
@@ -28,15 +28,19 @@ the key.
 After an upgrade, new workers may be unable to exchange KV with the running workers. The new workers
 are then another *generation*, which has a KV compatibility of its own. Both generations serve until
 the old generation has drained. Whether two workers may exchange KV depends only on their KV
-compatibility, not on the name of the generation.
+compatibility, not on the name of the generation. Encode workers are a generation of their own, too.
+
+If the cluster serves several models, the workers of each further model are a *group*. Each group
+has generations of its own (`generation_of`), and readers ignore the workers of other groups.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 import msgspec
 
@@ -60,6 +64,16 @@ PROTOCOL_VERSION = 1
 LOAN_TTL_S = 3600.0
 
 
+# Ends the generation's name of an encode worker. No --generation has a `#`.
+ENCODE_GENERATION = "#encode"
+
+
+def generation_of(group: str, name: str) -> str:
+    """Returns the generation of a worker of a model's group, for its `--generation`. `group` is
+    empty for the first model."""
+    return f"{group}/{name}" if group else name
+
+
 class KvCompatibility(msgspec.Struct, frozen=True):
     """The properties that two workers must share to exchange KV. All fields must be equal, except
     `tensor_parallel`, which may differ."""
@@ -73,6 +87,20 @@ class KvCompatibility(msgspec.Struct, frozen=True):
     hash_version: int
     protocol_version: int = PROTOCOL_VERSION
     tensor_parallel: int = 1
+
+    @classmethod
+    def of_encode_worker(cls, model_fingerprint: str) -> Self:
+        """Returns what encode workers of one cluster share. They have no KV, so they are a
+        generation of their own (`ENCODE_GENERATION`)."""
+        return cls(
+            model_fingerprint=model_fingerprint,
+            compute_dtype="float32",
+            numerics="",
+            block_size=0,
+            kv_dtype="",
+            layout="images",
+            hash_version=0,
+        )
 
     def differences(self, other: KvCompatibility) -> list[str]:
         """Returns a phrase for each difference that prevents an exchange of KV. The list is empty
@@ -142,7 +170,7 @@ class LoadingNotice(msgspec.Struct, frozen=True):
     """The progress of a worker that is still loading the model. As long as `num_writes` grows, the
     worker is alive."""
 
-    pool: str
+    pool: str  # such as "decode", or "qwen.decode" for a worker of the group "qwen"
     num_bytes: int = 0  # number of bytes of the model's weights that are already loaded
     num_bytes_all: int = 0  # number of bytes of all weights of the model; 0: unknown
     num_writes: int = 0
@@ -154,7 +182,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     # Epoch of the worker's log in the prefix tree. It changes when the process starts, and when the
     # worker publishes all held blocks again.
     epoch: str
-    role: str  # the worker's current role, "prefill" or "decode"
+    role: str  # the worker's current role, "prefill", "decode" or "encode"
     state: State
     address: str  # HOST:PORT of the worker's gRPC service
     metrics_address: str
@@ -169,8 +197,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     pairs: dict[str, PairRate] = {}  # worker id of a peer -> measured rate of pulls from the peer
     started_at: float = 0.0  # Unix time at which the process was started
     generation: str = ""  # name of the worker's generation; empty: the generation without a name
-    # The pool for which the worker was started, "prefill" or "decode". While the worker is lent, it
-    # differs from `role`.
+    group: str = ""  # group of pools that the worker belongs to; empty: that of the first model
+    # The pool for which the worker was started. While the worker is lent, it differs from `role`.
     pool: str = ""
     # Free and total main memory of the worker's machine or container. A total of 0 means that the
     # worker has not reported them.
@@ -197,42 +225,71 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     keeps_deadlines: bool = False
 
     @property
+    def has_kv(self) -> bool:
+        """False for an encode worker, which computes images and takes no requests."""
+        return self.role != "encode"
+
+    @property
     def transports(self) -> dict[str, str]:
         """Worker id of a peer -> transport of pulls from the peer: "cuda_ipc", "nixl" or "grpc"."""
         return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 
-# Writes the keys of a worker, and renews the time to live of these keys. The KV compatibility is
-# written only if none is stored, or if the stored one equals the worker's.
+# Reads the records of all workers. Scripts begin or end with it, so that no process needs another
+# round trip for them.
 #
-# KEYS[1]   the worker's record; all keys are in one hash slot
-# KEYS[2]   the set of workers
-# KEYS[3]   the KV compatibility
-# KEYS[4]   the bandwidths from the worker's peers
-# KEYS[5]   the role of the worker while it is lent
-# ARGV[1]   worker id
-# ARGV[2]   value of the record
-# ARGV[3]   value of the KV compatibility
-# ARGV[4]   time to live of all keys but the role, in milliseconds
-# ARGV[5]   value of the bandwidths
-# ARGV[6]   value of the role; empty: the worker is not lent
-# ARGV[7]   time to live of the role, in milliseconds
-# returns   nothing
-_WRITE = Script("""
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
-redis.call('SET', KEYS[4], ARGV[5], 'PX', ARGV[4])
-redis.call('SADD', KEYS[2], ARGV[1])
-redis.call('PEXPIRE', KEYS[2], ARGV[4])
-local contract = redis.call('GET', KEYS[3])
-if not contract or contract == ARGV[3] then
-  redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[4])
+# KEYS[1]   the set of workers
+# KEYS[2]   the KV compatibility
+# ARGV[1]   the beginning of the records' keys
+# sets      `ids` to the ids of the workers, and `values` to the KV compatibility and the record of
+#           each worker
+_RECORDS = """
+local ids = redis.call('SMEMBERS', KEYS[1])
+local values = {redis.call('GET', KEYS[2])}
+for first = 1, #ids, 1000 do
+  local keys = {}
+  for i = first, math.min(first + 999, #ids) do keys[#keys + 1] = ARGV[1] .. ids[i] end
+  for _, value in ipairs(redis.call('MGET', unpack(keys))) do values[#values + 1] = value end
 end
-if ARGV[6] == '' then
-  redis.call('DEL', KEYS[5])
+"""
+
+# Writes the keys of a worker, and renews the time to live of these keys. The KV compatibility is
+# written only if none is stored, or if the stored one equals the worker's. Then reads the records.
+#
+# KEYS[1]   the set of workers; all keys are in one hash slot
+# KEYS[2]   the KV compatibility of the generation without a name
+# KEYS[3]   the worker's record
+# KEYS[4]   the KV compatibility of the worker's generation
+# KEYS[5]   the bandwidths from the worker's peers
+# KEYS[6]   the role of the worker while it is lent
+# ARGV[1]   the beginning of the records' keys
+# ARGV[2]   worker id
+# ARGV[3]   value of the record
+# ARGV[4]   value of the KV compatibility
+# ARGV[5]   time to live of all keys but the role, in milliseconds
+# ARGV[6]   value of the bandwidths
+# ARGV[7]   value of the role; empty: the worker is not lent
+# ARGV[8]   time to live of the role, in milliseconds
+# returns   {ids, values} of `_RECORDS`
+_WRITE = Script(
+    """
+redis.call('SET', KEYS[3], ARGV[3], 'PX', ARGV[5])
+redis.call('SET', KEYS[5], ARGV[6], 'PX', ARGV[5])
+redis.call('SADD', KEYS[1], ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[5])
+local contract = redis.call('GET', KEYS[4])
+if not contract or contract == ARGV[4] then
+  redis.call('SET', KEYS[4], ARGV[4], 'PX', ARGV[5])
+end
+if ARGV[7] == '' then
+  redis.call('DEL', KEYS[6])
 else
-  redis.call('SET', KEYS[5], ARGV[6], 'PX', ARGV[7])
+  redis.call('SET', KEYS[6], ARGV[7], 'PX', ARGV[8])
 end
-""")
+"""
+    + _RECORDS
+    + "return {ids, values}"
+)
 
 # Removes those of the given workers that have no record from the set of workers. If the set is then
 # empty, also deletes the KV compatibility.
@@ -249,16 +306,35 @@ end
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2]) end
 """)
 
-# Reads the mark. If the mark is missing, sets it first.
+_READ = Script(_RECORDS + "return {ids, values}")
+
+# Reads the records, and what else a router needs. If the mark is missing, sets it.
 #
-# KEYS[1]   the mark
-# ARGV[1]   the value that a missing mark gets
-# returns   {the server's run id, the mark}
-_DATA_SET = Script("""
-redis.call('SET', KEYS[1], ARGV[1], 'NX')
+# KEYS[3]        the loading notices
+# KEYS[4]        the mark
+# KEYS[5], ...   further keys
+# ARGV[2]        the value that a missing mark gets
+# returns        {ids, values, loading notices, the server's run id, the mark, {further values}}
+_READ_ALL = Script(
+    _RECORDS
+    + """
+redis.call('SET', KEYS[4], ARGV[2], 'NX')
 local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
-return {run_id or '', redis.call('GET', KEYS[1])}
-""")
+local more = redis.call('MGET', unpack(KEYS, 5))
+return {ids, values, redis.call('HGETALL', KEYS[3]), run_id or '', redis.call('GET', KEYS[4]), more}
+"""
+)
+
+
+class ClusterRead(NamedTuple):
+    """What `Registry.read_all` has read at one moment."""
+
+    records: list[WorkerRecord]
+    loading: dict[str, LoadingNotice]  # loading notices by worker id, including those of dead ones
+    # A value that changes if Redis was restarted, emptied or replaced. After a restart of Redis,
+    # records of healthy workers may be missing for a while.
+    data_set: bytes
+    more: list[bytes | None]  # the values of the further keys
 
 
 class Registry:
@@ -294,21 +370,22 @@ class Registry:
                 "workers of a cluster need the same model and the same KV options"
             )
 
-    async def write(self, record: WorkerRecord, loan: str = "") -> None:
-        """Writes a worker's record. Also renews the time to live of the KV compatibility of the
-        worker's generation.
+    async def write(self, record: WorkerRecord, loan: str = "") -> list[WorkerRecord]:
+        """Writes a worker's record, and returns the records of all live workers as `read` does.
+        Also renews the time to live of the KV compatibility of the worker's generation.
 
         `loan` is the current role of a lent worker, or "" if the worker is not lent. After a crash,
         the worker's next process starts in this role.
         """
-        compatibility_key = self._compatibility_key_of(record.generation)
         record_key = self._record_key(record.worker_id)
-        await _WRITE(
+        ids, values = await _WRITE(
             self._redis,
             [
-                *(record_key, self._workers_key, compatibility_key, pairs_key(record_key)),
-                f"{record_key}:role",
+                *(self._workers_key, self._compatibility_key, record_key),
+                self._compatibility_key_of(record.generation),
+                *(pairs_key(record_key), f"{record_key}:role"),
             ],
+            self._record_prefix,
             record.worker_id,
             msgspec.msgpack.encode(record),
             _shared(record.compatibility),
@@ -317,6 +394,7 @@ class Registry:
             loan,
             round(LOAN_TTL_S * 1000),
         )
+        return await self._records(ids, values)
 
     async def read_loan(self, worker_id: str) -> Role | None:
         """Returns the role that the worker's last process had as a lent worker.
@@ -340,15 +418,31 @@ class Registry:
         A record is skipped if this version cannot read it, or if the worker's KV compatibility
         differs from the stored one of the worker's generation. Each skipped record is logged once.
         """
-        members = await self._redis.smembers(self._workers_key)
-        worker_ids = sorted(_bytes(member).decode(errors="replace") for member in members)
-        self._left_out.intersection_update(worker_ids)
-        if not worker_ids:
-            return []
-        keys = [self._compatibility_key, *map(self._record_key, worker_ids)]
-        replies = await self._redis.mget(keys)
-        compatibility, *values = (None if reply is None else _bytes(reply) for reply in replies)
-        found = dict(zip(worker_ids, values, strict=True))
+        keys = [self._workers_key, self._compatibility_key]
+        ids, values = await _READ(self._redis, keys, self._record_prefix)
+        return await self._records(ids, values)
+
+    async def read_all(self, more: Sequence[str]) -> ClusterRead:
+        """Returns what a router needs to know of the cluster: the records as `read` does, and what
+        else is in `ClusterRead`. `more` are further keys to read. Notices that this version cannot
+        read are skipped."""
+        keys = [self._workers_key, self._compatibility_key, self._loading_key, self._mark_key]
+        ids, values, loading, run_id, mark, found = await _READ_ALL(
+            self._redis, [*keys, *more], self._record_prefix, secrets.token_hex(8)
+        )
+        notices = {}
+        for worker_id, value in zip(loading[::2], loading[1::2], strict=True):
+            with suppress(*UNREADABLE):
+                notice = msgspec.msgpack.decode(value, type=LoadingNotice)
+                notices[worker_id.decode(errors="replace")] = notice
+        records = await self._records(ids, values)
+        return ClusterRead(records, notices, b":".join((run_id, mark)), found)
+
+    async def _records(self, ids: list[bytes], values: list[bytes | None]) -> list[WorkerRecord]:
+        """Decodes what `_RECORDS` has read."""
+        compatibility, *encoded = values
+        found = dict(sorted(zip((i.decode(errors="replace") for i in ids), encoded, strict=True)))
+        self._left_out.intersection_update(found)
         if dead := [worker_id for worker_id, value in found.items() if value is None]:
             await self._drop(dead)
         records = [
@@ -369,18 +463,6 @@ class Registry:
         """Deletes the loading notices of these workers."""
         await self._redis.hdel(self._loading_key, *worker_ids)
 
-    async def read_loading(self) -> dict[str, LoadingNotice]:
-        """Returns the loading notices by worker id, including those of dead workers.
-
-        Notices that this version cannot read are skipped.
-        """
-        found = {}
-        for worker_id, value in (await self._redis.hgetall(self._loading_key)).items():
-            with suppress(*UNREADABLE):
-                notice = msgspec.msgpack.decode(_bytes(value), type=LoadingNotice)
-                found[_bytes(worker_id).decode(errors="replace")] = notice
-        return found
-
     async def _compatibilities(
         self, generations: set[str], unnamed: bytes | None
     ) -> dict[str, bytes]:
@@ -393,16 +475,6 @@ class Registry:
             values = (b"" if reply is None else _bytes(reply) for reply in replies)
             compatibilities.update(zip(named, values, strict=True))
         return compatibilities
-
-    async def data_set(self) -> bytes:
-        """Returns a value that changes if Redis was restarted, emptied or replaced.
-
-        After a restart of Redis, records of healthy workers may be missing for a while. To notice a
-        restart, the caller compares the value with that of its previous call. It calls `data_set`
-        after `read`, so that a restart during `read` is noticed, too.
-        """
-        parts = await _DATA_SET(self._redis, [self._mark_key], secrets.token_hex(8))
-        return b":".join(parts)
 
     def _decode(self, worker_id: str, value: bytes) -> WorkerRecord | None:
         try:

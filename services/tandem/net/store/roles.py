@@ -13,6 +13,7 @@ _CONNECT = ("auth", "hello", "ping", "select", "client|setinfo", "client|setname
 _CLUSTER = ("cluster|slots", "cluster|shards", "cluster|nodes", "cluster|myid", "command", "asking")
 _SCRIPTS = ("eval", "evalsha", "script|load")
 _HASHES = ("hget", "hgetall", "hmget", "hset", "hsetnx", "hdel", "hincrby")
+_LOG = ("xadd", "xtrim")  # the log of the prefix tree
 _RECORDS = (
     "get",
     "mget",
@@ -55,7 +56,7 @@ _COMMANDS: dict[Kind, tuple[str, ...]] = {
         "+info",
         *(f"+{c}" for c in _CLUSTER),
     ),
-    "worker": tuple(f"+{c}" for c in (*_CONNECT, *_CLUSTER, *_SCRIPTS, *_HASHES, *_RECORDS)),
+    "worker": tuple(f"+{c}" for c in (*_CONNECT, *_CLUSTER, *_SCRIPTS, *_HASHES, *_LOG, *_RECORDS)),
     "controller": tuple(
         f"+{c}"
         for c in (

@@ -17,10 +17,11 @@ KEPT_MS = 3600 * 1000
 # Writes the entry of a router and deletes old entries.
 #
 # KEYS[1]   the hash of routers
+# KEYS[2]   another key, whose value is returned
 # ARGV[1]   router id
 # ARGV[2]   URL of the router
 # ARGV[3]   milliseconds for which an entry is kept
-# returns   {router id, URL, router id, URL, ...} of all remaining routers
+# returns   {value of the other key, {router id, URL, router id, URL, ...} of all remaining routers}
 _ANNOUNCE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -35,7 +36,7 @@ for i = 1, #entries, 2 do
     redis.call('HDEL', KEYS[1], entries[i])
   end
 end
-return found
+return {redis.call('GET', KEYS[2]), found}
 """
 
 
@@ -48,11 +49,16 @@ class RouterRegistry:
         self._key = f"{{tandem:{cluster_id}}}:routers"
         self._announce = Script(_ANNOUNCE)
 
-    async def announce(self, router_id: str, url: str) -> dict[str, str]:
-        """Writes this router's entry. Returns the URLs of all routers, by router id."""
-        reply = await self._announce(self._redis, [self._key], router_id, url, KEPT_MS)
+    async def announce(
+        self, router_id: str, url: str, read_key: str
+    ) -> tuple[dict[str, str], bytes | None]:
+        """Writes this router's entry. Returns the URLs of all routers, by router id, and the value
+        of `read_key`, another key of the cluster, so that both take one round trip."""
+        value, reply = await self._announce(
+            self._redis, [self._key, read_key], router_id, url, KEPT_MS
+        )
         words = [word.decode(errors="replace") for word in reply]
-        return dict(zip(words[::2], words[1::2], strict=True))
+        return dict(zip(words[::2], words[1::2], strict=True)), value
 
     async def remove(self, router_id: str) -> None:
         await self._redis.hdel(self._key, router_id)

@@ -7,6 +7,7 @@ A router writes its counts every few seconds. Readers compare two reads to get r
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import msgspec
@@ -25,6 +26,12 @@ class Traffic(msgspec.Struct, frozen=True):
     cached_tokens: int = 0  # number of prompt tokens whose KV was cached
     output_tokens: int = 0
     num_in_router: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Returns the counts of two models of one router together."""
+        return Traffic(
+            *map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other))
+        )
 
 
 async def write_traffic(redis: Client, cluster_id: str, router_id: str, traffic: Traffic) -> None:

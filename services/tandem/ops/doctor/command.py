@@ -21,6 +21,7 @@ from tandem.ops.doctor.system import (
     model_disk,
     open_files,
     run_disk,
+    shared_huge_pages,
     shared_memory,
 )
 
@@ -45,7 +46,7 @@ def redis(host: HostFiles) -> Finding:
 
 
 CHECKS: tuple[Callable[[HostFiles], Finding], ...] = (
-    *(kernel, memory, huge_pages, shared_memory, open_files, memlock),
+    *(kernel, memory, huge_pages, shared_huge_pages, shared_memory, open_files, memlock),
     *(model_disk, run_disk, clock, time_sync),
     *(kernels, gpus, nixl, cuda_ipc, memory_reads, rdma, redis),
 )

@@ -42,13 +42,29 @@ def memory(host: HostFiles) -> Finding:
 
 def huge_pages(host: HostFiles) -> Finding:
     """Checks that transparent huge pages are enabled."""
-    setting = host.text("sys/kernel/mm/transparent_hugepage/enabled")
-    chosen = setting.partition("[")[2].partition("]")[0] or "unknown"
+    chosen = _chosen(host, "enabled")
     if chosen not in ("never", "unknown"):
         return Finding("huge pages", chosen)
-    cost = "weights and KV use small memory pages, so CPU workers compute more slowly"
+    cost = "weights use small memory pages, so CPU workers compute more slowly"
     remedy = "write madvise to /sys/kernel/mm/transparent_hugepage/enabled"
     return Finding("huge pages", chosen, cost, remedy)
+
+
+def shared_huge_pages(host: HostFiles) -> Finding:
+    """Checks that memory that processes share, such as the KV pool of a CPU worker, may have
+    transparent huge pages."""
+    chosen = _chosen(host, "shmem_enabled")
+    if chosen not in ("never", "deny", "unknown"):
+        return Finding("shared huge pages", chosen)
+    cost = "KV pools use small memory pages, so CPU workers decode more slowly at long contexts"
+    remedy = "write advise to /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    return Finding("shared huge pages", chosen, cost, remedy)
+
+
+def _chosen(host: HostFiles, setting: str) -> str:
+    """Returns the value of a setting of transparent huge pages."""
+    values = host.text(f"sys/kernel/mm/transparent_hugepage/{setting}")
+    return values.partition("[")[2].partition("]")[0] or "unknown"
 
 
 def shared_memory(host: HostFiles) -> Finding:

@@ -10,7 +10,14 @@ Both also consider a load of blocks from the worker's own tiers (host memory, di
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, prefill_seconds
+from tandem.common.perf_model.predict import (
+    ASK_S,
+    Expected,
+    Holder,
+    beside_decode,
+    expect,
+    prefill_seconds,
+)
 from tandem.common.perf_model.rates import PairRate
 from tandem.common.perf_model.soonest import Offer
 from tandem.ops.simulator.scenario import Scenario
@@ -37,15 +44,18 @@ def peers_to_ask(
     """Returns the ids of the prefill workers that a decode worker asks to prefill the prompt, best
     first. Returns [] if the decode worker prefills the prompt itself; it may then load blocks from
     its tiers."""
-    if not peers:
+    if not peers or scenario.prefill_at == "local":
         return []
+    if scenario.prefill_at == "remote":
+        return [peer.worker_id for peer in peers]
     rates = scenario.rates
     size = scenario.block_size
     load = worker.load()
     cached = worker.cache.num_cached(task.hashes) * size
     prompt = PrefillPrompt(task.num_tokens, size)
     work = Work(task.num_tokens, size)
-    local = LocalWorker(rates, load.queue_s(rates), cached, num_running=load.num_running)
+    local_rates = beside_decode(rates, load.chunk_tokens, 0)
+    local = LocalWorker(local_rates, load.queue_s(rates), cached, num_running=load.num_running)
     candidates = []
     for peer in peers:
         reused = reuse(work, peer, matches) if rates.tiers else None

@@ -9,6 +9,7 @@ from tandem.ops.simulator.traces import Arrival
 from tandem.ops.simulator.workers.task import Task
 from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.admission.calibration import Promise
+from tandem.router.admission.turns import Claim
 
 # A request migrates at most this many times. If its decode worker then dies, the request is lost. A
 # router has the same limit: it ends a request that has lost three workers (LOSSES_MAX in
@@ -41,10 +42,15 @@ class Request:
     num_current_output_tokens: int = 0
     is_admitted: bool = False
     promise: Promise | None = None
+    claim: Claim = field(default_factory=Claim)  # what decides when the request has its turn
+    is_in_turn: bool = False  # True: the request was admitted, and then had to wait for its turn
+    is_charged: bool = False  # True: the request had its turn, so `claim` counts for its tenant
+    tokens_missing: int = 0  # number of prompt tokens that no worker had when `claim` was made
     # Deadline for the first token, in seconds of simulated time. A worker refuses the request if
     # its first token would be later.
     first_token_by: float = math.inf
     num_submissions: int = 0
+    is_staying: bool = False  # True: the request decodes on the prefill worker `decode`
     # The router's record of the prompt that was sent to the worker, until the first token.
     sent: Sent | None = None
     # Number of prompt tokens that the prefilling worker had cached, in its KV pool or in a tier.

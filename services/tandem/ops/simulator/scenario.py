@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from tandem.common.config.transfer import PrefillAt
 from tandem.common.perf_model.predict import prefill_seconds
 from tandem.common.perf_model.rates import DecodeRate, PairRate, PrefillRate, TierRate, WorkerRates
 from tandem.ops.simulator.traces import BLOCK_SIZE, Arrival, span_s
@@ -72,6 +73,13 @@ class Scenario:
     admission: bool = True  # True: the router refuses requests that would miss the TTFT limit
     faults: tuple[Fault, ...] = ()
     slo: Slo = field(default_factory=Slo)
+    # Where prompts are computed, as `--prefill-at` of workers. With "auto", prefill workers also
+    # decode.
+    prefill_at: PrefillAt = "auto"
+    # Target and limit of the time between two tokens, as `--itl-target` and `--itl-limit` of
+    # workers. 0: none, so that steps beside decode compute as many prompt tokens as other steps.
+    itl_target_s: float = 0.0
+    itl_limit_s: float = 0.0
     seed: int = 0
     block_size: int = BLOCK_SIZE
 

@@ -1,11 +1,14 @@
 """Simulates one run of a trace: placement, prefix index and workers.
 
 When a request arrives, the simulation looks up its prompt in the prefix index, chooses workers, and
-submits the request to the chosen decode worker. If this worker refuses the request, the simulation
+submits the request to the chosen decode worker. If the trace has tenants or priorities, the request
+first waits for its turn at workers with capacity. If the worker refuses the request, the simulation
 chooses again among the others. Then one of two things happens:
 
   The decode worker prefills the prompt itself:
     prefilled --> decoded --> served
+
+  A prefill worker prefills the prompt and decodes the request itself: the same.
 
   A prefill worker prefills the prompt for the decode worker:
     the decode worker reserves KV memory --> the prefill worker gets a lease (a task without output)
@@ -35,10 +38,18 @@ from tandem.prefix_index.holders import holder_of, with_shared_tiers
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.router.admission.admit import admit
 from tandem.router.admission.calibration import Calibration
+from tandem.router.admission.capacity import (
+    COMPLETION_TOKENS_LIKELY,
+    has_capacity,
+    queued_max_s,
+    work_s,
+)
+from tandem.router.admission.turns import Claim, Turns
 from tandem.router.autoscaler.demand import DemandMeter
 from tandem.router.placement.choose import Placement, Work
 
 T = TypeVar("T")
+WAITING_MAX = 256  # the default of `hold_requests_max` of routers
 
 
 class Simulation:
@@ -67,7 +78,9 @@ class Simulation:
         # The autoscaler computes the demand from these counters of requests and tokens.
         self.meter = DemandMeter()
         self._calibration = Calibration()
-        self.view = View(scenario, self.clock, list(self.workers.values()))
+        self.view = View(scenario, self.clock, list(self.workers.values()), self._plan_release)
+        self._take_turns = any(a.tenant or a.priority for a in arrivals)
+        self._turns: Turns[Request] = Turns()
         self._pairs = {w: scenario.true_pair(w) for w in self.workers}
         for worker in self.workers.values():
             self._start_log(worker)
@@ -125,6 +138,7 @@ class Simulation:
             return
         request.refused |= {f"{worker.worker_id}/{worker.epoch}"}
         request.decode_task = None
+        self._leave(request)
         self._place(request)
 
     def decoded(self, worker: SimulatedWorker, task: Task) -> None:
@@ -161,41 +175,114 @@ class Simulation:
         request = Request(arrival, hashes[:num_full])
         self.requests.append(request)
         self._plan_arrival(at + 1)
-        self._place(request)
+        if self._take_turns:
+            self._wait(request)
+        else:
+            self._place(request)
 
-    def _place(self, request: Request) -> None:
-        num_tokens = request.num_tokens
-        work = Work(num_tokens, self.scenario.block_size)
+    def _wait(self, request: Request) -> None:
+        """Lets a request wait for its turn. Refuses the request, or another one, if too many wait
+        or the first token would be too late."""
+        arrival = request.arrival
+        work, matches = self._look_up(request)
+        depth = max(matches.values(), default=0) * self.scenario.block_size
+        request.tokens_missing = max(0, work.num_tokens - depth)
+        completion = min(arrival.output_tokens, COMPLETION_TOKENS_LIKELY)
+        workers = self.view.roster.by_id.values()
+        request.claim = Claim(
+            arrival.tenant,
+            work_s(workers, request.tokens_missing, completion),
+            session=arrival.session,
+            priority=arrival.priority,
+        )
+        if self._turns or not self._has_capacity():
+            placement = self._policy(work, self.view.roster, matches, self._rng)
+            ahead_s = self._turns.cost_ahead(request.claim) / len(workers)
+            if placement is None or not self._admit(request, work, placement, ahead_s):
+                self._fail(request, "refused")
+                return
+            request.is_in_turn = True
+        self._turns.push(request.claim, request)
+        if len(self._turns) > WAITING_MAX:
+            last = self._turns.last()
+            self._turns.remove(last)
+            self._fail(last, "refused")
+        if request.first_token_by < math.inf:
+            self.clock.at(request.first_token_by, self._give_up, request)
+        self._release()
+
+    def _give_up(self, request: Request) -> None:
+        if self._turns.remove(request):
+            self._fail(request, "refused")
+
+    def _plan_release(self) -> None:
+        if self._turns:
+            self.clock.after(0.0, self._release)
+
+    def _release(self) -> None:
+        while self._turns and self._has_capacity():
+            request = self._turns.pop()
+            request.is_charged = True
+            self._place(request)
+            if not self._turns:
+                self._turns.forget()
+
+    def _has_capacity(self) -> bool:
+        self.view.tick()
+        limit_s = self.scenario.slo.ttft.base_s if self.scenario.admission else 0.0
+        return has_capacity(
+            self.view.roster.by_id.values(),
+            queued_max_s=queued_max_s(limit_s, self._calibration),
+            completion_tokens=self.meter.output_tokens_mean,
+        )
+
+    def _look_up(self, request: Request) -> tuple[Work, dict[str, int]]:
+        """Returns the properties of a request that placement needs, and who has its blocks."""
+        work = Work(
+            request.num_tokens,
+            self.scenario.block_size,
+            completion_tokens=self.meter.output_tokens_mean or COMPLETION_TOKENS_LIKELY,
+            is_of_session=request.arrival.in_session,
+        )
         matches = _run_now(self._index.match(request.hashes))
         if self._has_tiers:
             matches = with_shared_tiers(matches)
         self.view.tick()
+        return work, matches
+
+    def _place(self, request: Request) -> None:
+        work, matches = self._look_up(request)
         while True:
             placement = self._policy(
                 work, self.view.roster, matches, self._rng, refused=request.refused
             )
             if placement is None or not self._admit(request, work, placement):
-                request.failure = "refused"
+                self._fail(request, "refused")
                 return
             if self._submit(request, placement, matches):
                 return
             request.refused |= {placement.decode.epoch}
 
-    def _admit(self, request: Request, work: Work, placement: Placement) -> bool:
+    def _admit(
+        self, request: Request, work: Work, placement: Placement, ahead_s: float = 0.0
+    ) -> bool:
         """Returns whether the router admits a request or refuses it early. An admitted request
         stays admitted if it migrates or a worker refuses it."""
-        if request.is_admitted:
+        if request.is_admitted and not request.is_in_turn:
             return True
-        self.meter.new_request(placement.prefill_s(work))
+        if not request.is_in_turn:
+            self.meter.new_request(placement.prefill_s(work))
+        request.is_in_turn = False
         if self.scenario.admission:
             decision = admit(
                 work,
                 placement,
                 self.scenario.slo.ttft,
                 self._calibration,
-                ahead_s=0.0,
+                ahead_s=ahead_s,
                 completion_tokens=self.meter.output_tokens_mean,
                 now=self.clock.now_s,
+                waited_s=self.clock.now_s - request.arrival.at_s if self._take_turns else 0.0,
             )
             request.promise = decision.promise
             request.first_token_by = request.arrival.at_s + decision.within_s
@@ -228,6 +315,9 @@ class Simulation:
         else:
             accepted = self._prefill(request, worker, task)
         if accepted:
+            if worker.role == "prefill":
+                request.is_staying = True
+                self.view.note_staying(worker.worker_id, 1)
             request.sent = self.view.note_prefill(
                 noted,
                 request.num_tokens,
@@ -252,7 +342,7 @@ class Simulation:
         request.prefill = request.decode
         request.decode.release(request.decode_task)
         if not self._prefill(request, request.decode, request.decode_task):
-            request.failure = "refused"
+            self._fail(request, "refused")
 
     def _prefill(self, request: Request, worker: SimulatedWorker, task: Task) -> bool:
         """Submits a task to the worker that prefills the prompt. If it is faster to pull the first
@@ -269,10 +359,12 @@ class Simulation:
         num_blocks = expected.start // self.scenario.block_size
         pull_s = expected.pull_s - load_s
         if load_s:
-            loaded_s = self.workers[holder].load_for_peer(task.hashes[:num_blocks])
-            if loaded_s is None:
+            loaded = self.workers[holder].load_for_peer(task.hashes[:num_blocks])
+            if loaded is None:
                 return worker.submit(task)
-            pull_s += loaded_s
+            loaded_s, num_loaded = loaded
+            pull_s = loaded_s + pull_s * num_loaded / num_blocks
+            num_blocks = num_loaded
         task.pulled_blocks = num_blocks
         arrives = (request, worker, task, worker.epoch)
         self.clock.after(pull_s, self._submit_pulled, *arrives)
@@ -290,7 +382,7 @@ class Simulation:
             if task is request.lease:
                 self._ask_candidate(request)
             else:
-                request.failure = "refused"
+                self._fail(request, "refused")
 
     def _finish_pull(self, request: Request, lease: Task) -> None:
         if lease is not request.lease:
@@ -306,8 +398,29 @@ class Simulation:
             request.decode.release(request.decode_task)
             self._end(request)
 
+    def _fail(self, request: Request, failure: str) -> None:
+        request.failure = failure
+        self._settle(request, request.num_output_tokens + request.num_current_output_tokens)
+
+    def _leave(self, request: Request) -> None:
+        """Records that a request no longer decodes on a prefill worker, if it did."""
+        if request.is_staying and request.decode is not None:
+            request.is_staying = False
+            self.view.note_staying(request.decode.worker_id, -1)
+
+    def _settle(self, request: Request, num_completion: int) -> None:
+        """Corrects what an ended request has counted for its tenant; nothing if no worker got
+        it."""
+        self._leave(request)
+        if request.is_charged:
+            request.is_charged = False
+            num_missing = request.tokens_missing if request.num_submissions else 0
+            workers = self.view.roster.by_id.values()
+            self._turns.settle(request.claim, work_s(workers, num_missing, num_completion))
+
     def _end(self, request: Request) -> None:
         request.ended_s = self.clock.now_s
+        self._settle(request, request.arrival.output_tokens)
         self.meter.ended(request.arrival.output_tokens)
         if (count := request.arrival.output_tokens - 1) > 0:
             self.meter.next_tokens(request.tpot_s / self.scenario.slo.tpot_s, count)
@@ -365,13 +478,14 @@ class Simulation:
             request.lease = None
             self._ask_candidate(request)
             return
+        self._leave(request)
         lease = request.lease
         peer = request.prefill
         request.lease = request.decode_task = None
         if lease is not None and peer is not None:
             peer.cancel(lease)
         if request.num_migrations >= MIGRATIONS_MAX:
-            request.failure = "lost"
+            self._fail(request, "lost")
             return
         request.num_migrations += 1
         # A request that migrates has no deadline for its first token.

@@ -43,6 +43,9 @@ class Arrival:
     block_ids: tuple[int, ...] = ()
     salt: bytes = b""
     in_session: bool = False  # True: a later request will probably extend this prompt
+    tenant: str = ""
+    session: str = ""
+    priority: int = 0  # lower is earlier
 
     def block_hashes(self) -> list[bytes]:
         """Returns a unique name for each block of the prompt: the salt and the block id."""
@@ -207,6 +210,9 @@ def _read_mooncake(row: dict[str, Any]) -> Arrival:
         output_tokens=_positive(row["output_length"]),
         block_ids=tuple(map(int, row["hash_ids"])),
         in_session=bool(row.get("session_id")),
+        tenant=str(row.get("tenant") or ""),
+        session=str(row.get("session_id") or ""),
+        priority=int(row.get("priority") or 0),
     )
 
 

@@ -8,6 +8,7 @@ are added. The router sees first tokens without delay. They correct the workers'
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -39,6 +40,8 @@ class _Known:
     # (time, prefill work) of each request that the router has sent since the worker made its
     # report.
     sent: deque[tuple[float, Prefill]] = field(default_factory=deque)
+    # Number of requests that this prefill worker also decodes and that have not ended.
+    num_staying: int = 0
     reporting: bool = False
     changed: bool = False
 
@@ -47,8 +50,16 @@ class View:
     """The simulated router's view of all workers. Callers call `tick` and then read `roster`, which
     `tick` may replace by a new object."""
 
-    def __init__(self, scenario: Scenario, clock: Clock, workers: list[SimulatedWorker]) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        clock: Clock,
+        workers: list[SimulatedWorker],
+        on_news: Callable[[], None],
+    ) -> None:
+        """`on_news` is called after each report and first token that the router sees."""
         self._scenario = scenario
+        self._on_news = on_news
         self._clock = clock
         self._known = {w.worker_id: _Known(w, w.load(), scenario.rates) for w in workers}
         self._shares = Shares()
@@ -67,6 +78,7 @@ class View:
             # is made.
             self.roster = Roster(self._snapshot(known) for known in self._known.values())
         self.roster.second_weight = self._shares.second_weight(now_s)
+        self.roster.full_share = self._shares.full_share(now_s)
 
     def note_prefill(
         self, worker_id: str, num_tokens: int, missing: int, *, may_pull: bool
@@ -75,7 +87,8 @@ class View:
         `missing` of them."""
         known = self._known[worker_id]
         reported = self._scenario.rates
-        rates = beside_decode(reported, 0, known.load.num_running)
+        load = known.load
+        rates = beside_decode(reported, load.chunk_tokens, load.num_running)
         predicted_s = prefill_seconds(rates, num_tokens, num_tokens - missing)
         sent = self._paces.sent(worker_id, predicted_s, self._clock.now_s, may_pull=may_pull)
         self.note_sent(worker_id, Prefill.of(missing, num_tokens - missing))
@@ -86,6 +99,12 @@ class View:
         known.sent.append((self._clock.now_s, prefill))
         self._refresh(known)
 
+    def note_staying(self, worker_id: str, count: int) -> None:
+        """Adds to the number of requests that decode on a prefill worker."""
+        known = self._known[worker_id]
+        known.num_staying += count
+        self._refresh(known)
+
     def note_first_token(self, sent: Sent, worker_id: str) -> None:
         self.tick()
         self._paces.first_token(sent, worker_id, self._clock.now_s)
@@ -94,6 +113,7 @@ class View:
         self._refresh(known)
         if sent.worker_id != worker_id:
             self._refresh(self._known[sent.worker_id])
+        self._on_news()
 
     def note_state(self, worker: SimulatedWorker) -> None:
         """Records that a worker started or stopped. The router learns this without delay."""
@@ -139,6 +159,7 @@ class View:
             while known.sent and known.sent[0][0] < taken_s:
                 known.sent.popleft()
             self._refresh(known)
+            self._on_news()
         if known.changed:
             self._report(known)
 
@@ -151,9 +172,10 @@ class View:
         count = len(known.sent)
         sent = summed(prefill for _, prefill in known.sent)
         reported = self._scenario.rates
-        sent_s = sent.seconds(beside_decode(reported, 0, load.num_running))
+        sent_s = sent.seconds(beside_decode(reported, load.chunk_tokens, load.num_running))
         predicted_s = load.queue_s(reported) + sent_s
         is_decode = worker.role == "decode"
+        prefill_at = self._scenario.prefill_at
         rates = known.rates
         if known.load_queue_s:
             rates = msgspec.structs.replace(rates, load_queue_s=known.load_queue_s)
@@ -166,12 +188,15 @@ class View:
             reachable=worker.is_up,
             load=msgspec.structs.replace(
                 load,
+                num_running=max(load.num_running, known.num_staying),
                 num_waiting=load.num_waiting + (count if is_decode else 0),
                 queued_tokens=load.queued_tokens + sent.num_tokens,
                 queued_s=predicted_s * self._paces.of(worker.worker_id),
                 num_leases=load.num_leases + (0 if is_decode else count),
             ),
             keeps_deadlines=True,
+            prefill_at="" if prefill_at == "auto" else prefill_at,
+            decodes=not is_decode and prefill_at == "auto",
             rates=rates,
             pairs=self._pairs,
             prefill_share=self._shares.share(worker.worker_id),

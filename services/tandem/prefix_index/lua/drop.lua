@@ -13,8 +13,10 @@ local function drop(state, slot)
     redis.call('HSET', state, 'dirty', bit.bor(dirty, bits))
   end
   redis.call('HDEL', state, 'slot:' .. owner, 'worker:' .. slot, 'epoch:' .. slot,
-    'seq:' .. slot, 'seen:' .. slot, 'blocks:' .. slot)
+    'seq:' .. slot, 'seen:' .. slot, 'blocks:' .. slot, 'logged:' .. slot, 'complete:' .. slot)
 end
+
+local function append_drop(state, worker) append(state, 'kind', 'drop', 'worker', worker) end
 
 -- Drops the slots whose worker has published nothing for more than `silent` seconds.
 local function drop_silent(state, silent)
@@ -22,7 +24,10 @@ local function drop_silent(state, silent)
   local fields = {}
   for slot = 0, 30 do fields[slot + 1] = 'seen:' .. slot end
   for i, seen in ipairs(redis.call('HMGET', state, unpack(fields))) do
-    if seen and now - tonumber(seen) > silent then drop(state, i - 1) end
+    if seen and now - tonumber(seen) > silent then
+      append_drop(state, redis.call('HGET', state, 'worker:' .. i - 1))
+      drop(state, i - 1)
+    end
   end
 end
 

@@ -6,6 +6,7 @@
 -- ARGV[3]   sequence number of the batch
 -- ARGV[4]   hashes of the stored blocks, 16 bytes each, parents before children
 -- ARGV[5]   hashes of the removed blocks, 16 bytes each, children before parents
+-- ARGV[6]   1: with this batch, the log has all blocks that the worker holds
 -- returns   1: the batch was applied. 0: nothing was changed, because the sequence number is not
 --           the next one, the epoch is not the log's, or this shard does not have the worker
 local state = KEYS[1]
@@ -73,4 +74,12 @@ end)
 redis.call('HINCRBY', state, 'blocks:' .. slot, added)
 redis.call('HINCRBY', state, 'entries', fresh)
 redis.call('HSET', state, 'seq:' .. slot, ARGV[3] + 1, 'seen:' .. slot, redis.call('TIME')[1])
+
+-- Heartbeats are empty and are not appended, so that an idle cluster wakes no router.
+local completes = ARGV[6] == '1' and redis.call('HGET', state, 'complete:' .. slot) ~= ARGV[2]
+if completes then redis.call('HSET', state, 'complete:' .. slot, ARGV[2]) end
+if completes or ARGV[4] ~= '' or ARGV[5] ~= '' then
+  append(state, 'kind', 'blocks', 'worker', ARGV[1], 'epoch', ARGV[2], 'stored', ARGV[4],
+    'removed', ARGV[5], 'complete', completes and 1 or 0)
+end
 return 1

@@ -22,7 +22,10 @@ end
 local held = redis.call('HGET', state, 'slot:' .. worker)
 if held then drop(state, held) end
 local more = mask_of('next')
-if epoch == '' then return {0, more} end
+if epoch == '' then
+  if held then append_drop(state, worker) end
+  return {0, more}
+end
 
 local slot = clean_slot()
 if not slot then
@@ -30,10 +33,13 @@ if not slot then
   slot = clean_slot()
 end
 if not slot then
+  if held then append_drop(state, worker) end
   redis.call('HSET', state, 'next', 1)
   return {0, 1}
 end
 redis.call('HSET', state, 'slot:' .. worker, slot, 'worker:' .. slot, worker,
   'epoch:' .. slot, epoch, 'seq:' .. slot, 0, 'seen:' .. slot, redis.call('TIME')[1],
-  'blocks:' .. slot, 0, 'live', bit.bor(mask_of('live'), bit.lshift(1, slot)))
+  'blocks:' .. slot, 0, 'logged:' .. slot, epoch,
+  'live', bit.bor(mask_of('live'), bit.lshift(1, slot)))
+append(state, 'kind', 'reset', 'worker', worker, 'epoch', epoch)
 return {1, more}

@@ -13,6 +13,9 @@
 -- buckets that the round has already passed can still have the slot's bit.
 local state = KEYS[1]
 drop_silent(state, tonumber(ARGV[2]))
+-- Replicas are seconds behind at most, so older entries of the log only take memory. The result is
+-- ignored, because the ACL rules of an older version do not allow XTRIM.
+redis.pcall('XTRIM', state .. ':log', 'MINID', '~', (redis.call('TIME')[1] - LOG_S) .. '000')
 local head = redis.call('HMGET', state, 'next', 'dirty', 'sweeping', 'cursor')
 local more, dirty = tonumber(head[1] or 0), tonumber(head[2] or 0)
 local sweeping, cursor = tonumber(head[3] or 0), tonumber(head[4] or 0)

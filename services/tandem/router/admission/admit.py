@@ -13,6 +13,8 @@ from tandem.router.admission.calibration import Calibration, Promise
 from tandem.router.admission.predict import TtftLimit, allowed_s, expected_ttft_s, keep_deadlines
 from tandem.router.placement.choose import Placement, Work
 
+_LATE_MIN_S = 1e-3  # of a refusal, so that it has a time to come back
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
@@ -41,6 +43,7 @@ def admit(
     ahead_s: float,
     completion_tokens: float,
     now: float,
+    waited_s: float = 0.0,
 ) -> AdmissionDecision:
     """Decides about a placed request. Every request is accepted until a worker reports its rates.
 
@@ -48,7 +51,8 @@ def admit(
     prompt. If all workers of the placement do so, this function refuses only a request that is
     clearly late.
 
-    `ahead_s` is the time that the request waits in the router before it is submitted.
+    `waited_s` is the time since the request arrived, and `ahead_s` is the time that it will wait in
+    the router before it is submitted.
     `completion_tokens` is the mean number of output tokens of a request (0 if unknown). `now` is in
     seconds, on the same clock as `now` of `Calibration.kept`.
     """
@@ -64,11 +68,11 @@ def admit(
     # The workers refuse late requests themselves, so the router refuses only clearly late ones.
     # Example: with margin 0.75 and a limit of 3 s, predictions above 4 s are refused.
     if keep_deadlines(placement):
-        if factor * margin * predicted_s > within_s:
-            return AdmissionDecision(factor * predicted_s - within_s)
+        if waited_s + factor * margin * predicted_s > within_s:
+            return AdmissionDecision(max(_LATE_MIN_S, waited_s + factor * predicted_s - within_s))
     else:
         most_s = allowed_s(work, placement, limit, slower=factor, margin=margin)
-        if (late_s := factor * predicted_s - most_s) > 0:
+        if (late_s := waited_s + factor * predicted_s - most_s) > 0:
             return AdmissionDecision(late_s)
     promise = calibration.promise(predicted_s, limit.seconds(work.num_tokens), now)
     return AdmissionDecision(0.0, promise, within_s)

@@ -2,7 +2,10 @@
 
 Every `INTERVAL_S` seconds, the audit compares up to `SAMPLE` of one worker's entries in the tree
 with the blocks that this worker holds. The workers take turns. A comparison takes about a
-millisecond of Redis's time. Operators can also compare all workers at once (`verify`).
+millisecond of Redis's time. If several comparisons, which are enough for twice as many entries as a
+worker has blocks, find no difference, and neither the tree nor the worker's blocks change
+meanwhile, the next one of the worker is made after `UNCHANGED_S` seconds. Operators can also
+compare all workers at once (`verify`).
 Two findings raise an alarm (`trust.py`):
 - An entry and the worker's blocks differ in three comparisons in a row.
 - A worker is alive, but has published nothing to the prefix tree for `SILENT_S` seconds.
@@ -10,9 +13,11 @@ Two findings raise an alarm (`trust.py`):
 
 import asyncio
 import logging
+import time
 
 import grpc.aio
 
+from tandem.common.process.ticks import sleep_until_tick
 from tandem.errors import QueueFull
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
@@ -28,6 +33,7 @@ from tandem.router.workers.known_worker import KnownWorker
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
+UNCHANGED_S = 300.0
 SAMPLE = CALL_ENTRIES
 # A worker usually publishes to the prefix tree once a second. After this many seconds without a
 # publication, the worker's entries may be wrong.
@@ -49,11 +55,14 @@ class IndexAudit:
         self._metrics = metrics
         self._audited_last = ""
         self._rounds_silent: dict[str, int] = {}
+        # worker id -> (what the comparisons depend on, number of comparisons without a difference
+        # since it changed, monotonic seconds of the last one)
+        self._clean: dict[str, tuple[object, int, float]] = {}
         self._verifying = False
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(INTERVAL_S)
+            await sleep_until_tick(INTERVAL_S)
             try:
                 await self._round()
             except UNREACHABLE as error:
@@ -84,22 +93,38 @@ class IndexAudit:
                 return await self._compare(worker, None if everything else SAMPLE)
 
         try:
-            workers = {w.record.worker_id: w for w in self._view.known()}
+            workers = {w.record.worker_id: w for w in self._view.known() if w.record.has_kv}
             found = await asyncio.gather(*map(one, workers.values()))
             return dict(zip(workers, found, strict=True))
         finally:
             self._verifying = False
 
     async def _round(self) -> None:
-        self._metrics.stats = await self._tree.stats()
-        workers = [w for w in self._view.known() if w.record.state == "ready"]
+        self._metrics.stats = stats = await self._tree.stats()
+        known = self._view.known()
+        workers = [w for w in known if w.record.has_kv and w.record.state == "ready"]
         self._look_for_silence(workers)
         if not workers or self._view.redis_state != "ok":
             return
         ids = sorted(w.record.worker_id for w in workers)
         self._audited_last = next((i for i in ids if i > self._audited_last), ids[0])
         worker = next(w for w in workers if w.record.worker_id == self._audited_last)
-        await self._compare(worker, SAMPLE)
+        record = worker.record
+        state = (record.epoch, record.counts, record.load.blocks_cached, stats.position)
+        now = time.monotonic()
+        for gone in self._clean.keys() - set(ids):
+            del self._clean[gone]
+        before, num_clean, compared_at = self._clean.get(record.worker_id, (state, 0, 0.0))
+        if before != state:
+            num_clean = 0
+        num_enough = 1 + 2 * record.load.blocks_cached // SAMPLE
+        if num_clean >= num_enough and now < compared_at + UNCHANGED_S:
+            return
+        found = await self._compare(worker, SAMPLE)
+        if found.any or found.error:
+            self._clean.pop(record.worker_id, None)
+        else:
+            self._clean[record.worker_id] = state, num_clean + 1, now
 
     def _look_for_silence(self, workers: list[KnownWorker]) -> None:
         assert self._metrics.stats is not None

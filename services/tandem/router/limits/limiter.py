@@ -124,6 +124,7 @@ class Limiter:
         self._metrics = metrics
         self._num_routers = num_routers
         self._tenants: dict[str, _Tenant] = {}
+        self._has_tenants = asyncio.Event()
         # Redis's wall clock minus this router's monotonic clock, in ms.
         self._clock_ahead_ms = (time.time() - time.monotonic()) * 1000
         self._is_away = False
@@ -170,6 +171,7 @@ class Limiter:
     async def run(self) -> None:
         """Keeps the counts in Redis up to date, and checks whether Redis is back. Runs for ever."""
         while True:
+            await self._has_tenants.wait()
             await asyncio.sleep(TICK_S)
             self._tick()
 
@@ -186,6 +188,7 @@ class Limiter:
                 del self._tenants[tenant.name]
         if not self._tenants:
             self._is_away = False  # the next request calls Redis, which may be back by then
+            self._has_tenants.clear()
 
     @property
     def _is_alone(self) -> bool:
@@ -201,6 +204,7 @@ class Limiter:
         if not limits.are_counted and not is_counted:
             return LimitReservation(None, 0, tokens)
         tenant = self._tenants.setdefault(name, _Tenant(name))
+        self._has_tenants.set()
         if not limits.are_counted:
             reservation = self._take(tenant, request)
             self._write_soon(tenant)

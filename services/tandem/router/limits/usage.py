@@ -74,6 +74,7 @@ class UsageMeter:
         self._number = 1  # number of the unconfirmed batch, or of the next batch if there is none
         self._flushing = asyncio.Lock()
         self._is_away = False
+        self._has_rows = asyncio.Event()  # set if a row may be unwritten
 
     def add(self, tenant: str, *, prompt: int, cached: int, completion: int) -> None:
         """Counts one served request."""
@@ -86,13 +87,17 @@ class UsageMeter:
             counts = self._pending.setdefault(row, [0] * len(COLUMNS))
             for column, count in enumerate((1, prompt, cached, completion)):
                 counts[column] += count
+        self._has_rows.set()
 
     async def run(self) -> None:
-        """Flushes each second, and once more when it is cancelled."""
+        """Flushes each second while rows are unwritten, and once more when it is cancelled."""
         try:
             while True:
+                await self._has_rows.wait()
                 await asyncio.sleep(FLUSH_S)
-                await self.flush()
+                self._has_rows.clear()
+                if not await self.flush():
+                    self._has_rows.set()
         finally:
             await self.flush()
 

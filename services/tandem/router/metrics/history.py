@@ -68,7 +68,7 @@ def sums_of(workers: Iterable[KnownWorker], num_in_router: int) -> WorkerSums:
     """Adds up the loads of the workers. `num_in_router` is `RequestLog.num_in_router`."""
     workers = list(workers)
     loads = [worker.load for worker in workers]
-    # The prompts at a prefill worker belong to requests that a decode worker counts.
+    # Most prompts at a prefill worker belong to requests that a decode worker counts.
     decode = [worker for worker in workers if worker.record.role == "decode"]
     queued_s: dict[str, list[float]] = {}
     for worker, load in zip(workers, loads, strict=True):
@@ -77,7 +77,7 @@ def sums_of(workers: Iterable[KnownWorker], num_in_router: int) -> WorkerSums:
         blocks_total=sum(load.blocks_total for load in loads),
         blocks_used=sum(load.blocks_used for load in loads),
         blocks_cached=sum(load.blocks_cached for load in loads),
-        num_decoding=sum(worker.load.num_decoding for worker in decode),
+        num_decoding=sum(w.load.num_decoding for w in workers if w.record.has_kv),
         num_in_prefill=sum(worker.load.num_in_prefill for worker in decode),
         num_queued=sum(worker.num_queued for worker in decode) + num_in_router,
         num_pulls=sum(load.num_pulls for load in loads),

@@ -174,7 +174,10 @@ class Metrics(MetricSet):
         "reason",
     )
 
-    def __init__(self, gen_ai: GenAiMetrics = NO_GEN_AI_METRICS) -> None:
+    def __init__(
+        self, gen_ai: GenAiMetrics = NO_GEN_AI_METRICS, *, has_process: bool = True
+    ) -> None:
+        """`has_process`: True if the registry has the metrics of this process, too."""
         self.gen_ai = gen_ai
         self.registry = CollectorRegistry()
         self.demand = DemandMeter()  # demand and latencies for the autoscaler
@@ -183,7 +186,8 @@ class Metrics(MetricSet):
         self.flows = Flows()
         self.first_tokens = Latencies()
         self.next_tokens = Latencies()
-        ProcessCollector(registry=self.registry)
+        if has_process:
+            ProcessCollector(registry=self.registry)
         super().__init__(self.registry)
         self._stages = {stage: self.stage_s.labels(stage=stage) for stage in STAGES}
         for reason in REASONS:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from tandem.errors import from_code
 from tandem.net.store.registry import WorkerRecord
@@ -103,7 +104,7 @@ _NAMES: dict[str, Sequence[_Name]] = {  # Tandem's name without `tandem_` -> vLL
 }
 
 
-class VllmMetrics:
+class VllmMetrics(Collector):
     """The metrics of a router and of the engines of `workers` under vLLM's names."""
 
     def __init__(

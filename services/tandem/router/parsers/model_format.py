@@ -113,6 +113,11 @@ class ModelFormat:
         return sign in self._source or sign in self._tokenizer.added_tokens
 
     @property
+    def reasons(self) -> bool:
+        """True if answers may have reasoning."""
+        return self._reasoning is not None or self._reads_all
+
+    @property
     def takes_effort(self) -> bool:
         """True if the chat template writes the reasoning effort into the prompt."""
         return "reasoning_effort" in self._variables
@@ -138,7 +143,7 @@ class ModelFormat:
         taken = self._variables - _OWN_VARIABLES
         names = [f"chat_template_kwargs.{name}" for name in requested if name not in taken]
         # A model that never reasons needs no switch that turns reasoning off.
-        reasons = self._reasoning is not None or self._reads_all
+        reasons = self.reasons
         if effort is not None and not self._effort(effort) and (effort != "none" or reasons):
             names.append("reasoning_effort")
         if thinking is not None and not self._switched(is_on=thinking) and thinking != reasons:
@@ -167,11 +172,13 @@ class ModelFormat:
         one_call_only: bool,
         finish_reason: str = "tool_calls",
         continued: str | None = None,
+        known_names_only: bool = False,
     ) -> AnswerParser | None:
         """Returns the parser of an answer to a chat; None if all text of the answer is content.
 
         `finish_reason` is the finish reason of an answer with calls. If the answer continues the
-        chat's last message, `continued` is the content of that message; otherwise None.
+        chat's last message, `continued` is the content of that message; otherwise None. If
+        `known_names_only` is true, a call of a function that is not in `tools` is content.
         """
         if not (tools or self._reads_all or self._reasoning):
             return None
@@ -184,6 +191,7 @@ class ModelFormat:
             finish_reason=finish_reason,
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids, continued or ""),
             begins_in_content=continued is not None,
+            known_names_only=known_names_only,
         )
 
     def forced_calls(
@@ -250,6 +258,7 @@ def make_answer_parser(
     finish_reason: str = "tool_calls",
     begins_in_reasoning: bool = False,
     begins_in_content: bool = False,
+    known_names_only: bool = False,
 ) -> AnswerParser:
     """Returns the parser of one answer. `schemas` maps a function's name to its parameters' schema.
 
@@ -289,7 +298,7 @@ def make_answer_parser(
         make_id=tool_format.make_id,
         name_of=tool_format.name_of,
         schemas=schemas,
-        known_names_only=tool_format.known_names_only,
+        known_names_only=known_names_only or tool_format.known_names_only,
         one_call_only=one_call_only,
         finish_reason=finish_reason,
         trims_lines=tool_format.trims_lines,

@@ -4,9 +4,12 @@ The cost of a request on a worker is the predicted time in seconds that the requ
 it delays need there (`costs.py`). A worker is chosen in three steps:
 1. Workers whose cost is more than 8 ms above the lowest cost are left out.
 2. Workers with many more requests than the remaining ones are left out.
+   A turn of a session skips these two steps if the worker with the session's KV is not too busy.
 3. Of the workers that are left, those with the most of the prompt cached are kept, and one of these
    is chosen at random. The choice is random because the loads that routers know are slightly old:
    otherwise several routers might send their requests to the same worker.
+If decode workers are much busier than the prefill worker, the request decodes where its prompt is
+prefilled (`decode_at.py`).
 In a large pool, only a random sample and the workers with the most of the prompt cached are
 compared. So a choice among a thousand workers takes little longer than a choice among thirty.
 
@@ -34,6 +37,7 @@ from tandem.router.placement.costs import (
     price_prefill,
     with_likely_rates,
 )
+from tandem.router.placement.decode_at import stays_on
 from tandem.router.placement.roster import Roster
 
 __all__ = [
@@ -122,8 +126,8 @@ def choose(
 
     - `matches` maps ids of workers and tiers to the number of the prompt's leading blocks there.
     - `refused` has the epochs of the decode workers that have refused this request.
-    - `required_decode` is the id of a decode worker that is chosen if it is usable, whatever its
-      cost.
+    - `required_decode` is the id of a worker that is chosen to decode if it is usable, whatever
+      its cost.
     - `required_prefill` is the id of a prefill worker that becomes the first prefill candidate if
       it is usable, whatever its cost.
     """
@@ -149,7 +153,10 @@ def choose(
     known = (
         likely_to_reuse if required is None or not required.usable else [required, *likely_to_reuse]
     )
-    peers = _shortlist("prefill", work, roster, known, frozenset(), rng)
+    peers: list[WorkerSnapshot] = []
+    # A prefill worker never waits for another one (docs/transfer.md, "No cycle of waits").
+    if usable[0].role == "decode":
+        peers = _shortlist("prefill", work, roster, known, frozenset(), rng)
     decode, prefill = usable, peers
     if roster.num_unmeasured:
         likely = with_likely_rates(usable + peers)
@@ -163,7 +170,13 @@ def choose(
     names = [c.worker.worker_id for c in candidates]
     priced = [price_decode(work, w, matches, producers=names) for w in decode]
     fit = priced if candidates else _within_share(work, priced, roster)
-    chosen = _pick(_hold_most(near_best(fit), matches, roster), rng)
+    stays = _keeper_of_session(work, fit) if work.is_of_session else None
+    chosen = stays or _pick(_hold_most(near_best(fit), matches, roster), rng)
+    if not (stays or required_decode or required_prefill):
+        full_share = roster.full_share
+        kept = stays_on(work, chosen, candidates, refused=refused, full_share=full_share)
+        if kept is not None:
+            chosen, candidates, names = kept, [], []
     others = [c for c in priced if c is not chosen]
     computes = candidates[0] if candidates else chosen
     worker_id = chosen.worker.worker_id
@@ -213,6 +226,7 @@ def _choose_in_one_group(
         return None
     (group,) = rng.choices(list(groups.values()), counts)
     group.second_weight = roster.second_weight
+    group.full_share = roster.full_share
     return choose(
         work,
         group,
@@ -225,11 +239,11 @@ def _choose_in_one_group(
 
 
 def _only(name: str, roster: Roster, refused: frozenset[str]) -> list[WorkerSnapshot]:
-    """Returns a list of the decode worker `name` only; an empty list if this worker is unusable."""
+    """Returns a list of the worker `name` only; an empty list if it cannot decode a request now."""
     worker = roster.by_id.get(name)
-    if worker is None or worker.role != "decode" or worker.epoch in refused:
+    if worker is None or not (worker.role == "decode" or worker.decodes):
         return []
-    return [worker] if worker.usable else []
+    return [worker] if worker.usable and worker.epoch not in refused else []
 
 
 def _num_usable(work: Work, roster: Roster, refused: frozenset[str]) -> int:
@@ -244,6 +258,26 @@ def near_best(candidates: Sequence[PricedWorker]) -> list[PricedWorker]:
     """
     limit = min([c.cost_s for c in candidates]) + NEAR_BEST_S
     return [c for c in candidates if c.cost_s <= limit]
+
+
+def _keeper_of_session(work: Work, candidates: Sequence[PricedWorker]) -> PricedWorker | None:
+    """Returns the candidate that a turn of a session stays on. None: the load decides.
+
+    This is the candidate with the most of the prompt cached, if the turn costs there at most as
+    many seconds more than on the cheapest candidate as it takes to compute the tokens that only the
+    first of these two has cached. Example: a worker has 2,000 tokens of a session, which take 1 s
+    to compute, and the cheapest worker has none. The turn stays if it is at most 1 s slower.
+
+    So a session with a long history stays nearly always, although its KV could be pulled sooner:
+    each move takes KV memory at one more worker. Many sessions that share only a short system
+    prompt are spread over the workers.
+    """
+    keeper = max(candidates, key=lambda c: (c.reused.num_tokens, -c.cost_s))
+    cheapest = min(candidates, key=lambda c: c.cost_s)
+    if keeper.reused.num_tokens <= cheapest.reused.num_tokens:
+        return None
+    saved_s = _saved_s(work, keeper) - _saved_s(work, cheapest)
+    return keeper if keeper.cost_s - cheapest.cost_s <= NEAR_BEST_S + saved_s else None
 
 
 def _hold_most(

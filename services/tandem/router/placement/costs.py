@@ -33,6 +33,7 @@ from tandem.common.kv_tiers import SHARED_TIERS
 from tandem.common.perf_model.predict import (
     Holder,
     believed,
+    beside_decode,
     expect,
     likely_rates,
     prefill_seconds,
@@ -85,6 +86,8 @@ class WorkerSnapshot:
     # Where a decode worker's prompts are prefilled. "remote": on a prefill worker. "local": on the
     # decode worker. "": the decode worker chooses for each prompt.
     prefill_at: str = ""
+    # True: this is a prefill worker that also decodes requests whose prompts it prefills.
+    decodes: bool = False
 
     @property
     def usable(self) -> bool:
@@ -116,6 +119,9 @@ class Work:
     # A worker keeps the KV of at most this many of the request's tokens. None: no limit.
     budget_tokens: int | None = None
     completion_tokens: float = 0.0  # expected number of output tokens; 0: unknown
+    # True: the request is a turn of a session, so it prefers the decode worker that has the
+    # session's KV.
+    is_of_session: bool = False
 
     def num_kept(self, num_tokens: int) -> int:
         """Returns for how many of `num_tokens` tokens a worker keeps the KV."""
@@ -232,7 +238,11 @@ def price_prefill(
     """
     reused = reuse(work, worker, matches)
     cached = reused.num_tokens
+    load = worker.load
+    # A prefill worker may also decode (decode_at.py).
     rates = worker.rates
+    if load.num_running:
+        rates = beside_decode(rates, load.chunk_tokens, load.num_running)
     pairs = worker.pairs
     holders = [
         Holder(tokens, pair, load_s)
@@ -243,14 +253,14 @@ def price_prefill(
         rates,
         work.num_tokens,
         cached,
-        queue_s=worker.load.queue_s(rates),
+        queue_s=load.queue_s(worker.rates),
         holders=holders,
         block_size=work.block_size,
     )
     cost_s = expected.total_s + reused.load_s
     if work.adapter is not None:
         cost_s += _adapter_s(work.adapter, worker)
-    if num_leases := worker.load.num_leases:
+    if num_leases := load.num_leases:
         cost_s += num_leases * (TOKENS_PER_LEASE * token_seconds(rates) + expected.compute_s)
     return PricedWorker(worker, reused, cost_s)
 

@@ -55,7 +55,9 @@ def sentence_of(kind: Reason, placement: Placement) -> str:
     tied = other if is_holder and other and other.reused.num_tokens >= all_reused else None
     whose = "Its" if is_holder and not tied else f"{decode.worker_id}'s"
     rest = f"{decode.worker_id} was the only decode worker to choose from."
-    if other:
+    if decode.role == "prefill":
+        rest = "The request also decodes there, because the decode workers were much busier."
+    elif other:
         rest = (
             f"{whose} {delay}. Next best was {other.worker.worker_id}:"
             f" {format_ms(1000 * other.cost_s)}, with {other.reused.num_tokens:,} tokens held."

@@ -14,7 +14,7 @@ class Roster:
     """The latest snapshot of each worker, by worker id, with counts and sums over the workers.
 
     `second_weight` is the number that one second of prefill now adds to a worker's `prefill_share`
-    (`shares.py`).
+    (`shares.py`). `full_share` is the share of a worker that always computed prompts; 0: unknown.
     """
 
     __slots__ = (
@@ -22,6 +22,7 @@ class Roster:
         "_sums",
         "by_id",
         "compatibility_keys",
+        "full_share",
         "num_unmeasured",
         "num_with_tiers",
         "second_weight",
@@ -30,6 +31,7 @@ class Roster:
     def __init__(self, workers: Iterable[WorkerSnapshot] = ()) -> None:
         self.by_id: dict[str, WorkerSnapshot] = {}
         self.second_weight = 1.0
+        self.full_share = 0.0
         self.num_with_tiers = 0  # number of workers that load blocks from a tier
         self.num_unmeasured = 0  # number of workers that have not measured their rates yet
         # KV compatibility key -> number of workers with this key. Except during an upgrade, all

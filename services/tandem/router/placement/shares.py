@@ -10,6 +10,8 @@ Each router keeps the shares of its own requests. If each router balances its sh
 of the workers is balanced, too.
 """
 
+import math
+
 # Seconds after which work counts half. A prompt takes a few seconds, so one long prompt does not
 # dominate a share. The load of a cluster usually changes more slowly than this.
 HALF_LIFE_S = 300.0
@@ -29,6 +31,14 @@ class Shares:
     def second_weight(self, now_s: float) -> float:
         """Returns the amount that one second of prefill adds to a share at `now_s`."""
         return float(2.0 ** ((now_s - self._origin_s) / HALF_LIFE_S))
+
+    def full_share(self, now_s: float) -> float:
+        """Returns the share of a worker that has computed prompts without a pause since time 0.
+
+        Example: a worker with half of this share has computed prompts in half of the recent time.
+        """
+        first_weight = float(2.0 ** (-self._origin_s / HALF_LIFE_S))
+        return (self.second_weight(now_s) - first_weight) * HALF_LIFE_S / math.log(2.0)
 
     def rebase(self, now_s: float) -> bool:
         """Rescales all shares once every `REBASE_S` seconds, so that the numbers do not overflow.

@@ -6,9 +6,11 @@ from contextlib import contextmanager
 
 from tandem.common import sampling_params
 from tandem.common.kv_budget import BUDGET_TOKENS_MAX, SINKS_DEFAULT
-from tandem.common.retention import PRIORITY_MAX, PRIORITY_MIN
+from tandem.common.retention import PRIORITY_MAX as KV_PRIORITY_MAX
+from tandem.common.retention import PRIORITY_MIN as KV_PRIORITY_MIN
 from tandem.common.sampling_params import CHOICES_MAX, refusal_of
 from tandem.errors import BadRequest
+from tandem.net.security.limits import PRIORITY_MIN
 
 KEY_CHARACTERS_MAX = 1024
 LENGTH_PENALTY_MAX = 10.0
@@ -27,7 +29,8 @@ ALLOWED = {
     "tools": f'a list of at most {TOOLS_MAX} tools such as {{"type": "function", "function": '
     '{"name": ..., "parameters": ...}}',
     "tool_choice": '"auto" or "none"; or, if the request has tools, "required" or one of the '
-    'tools, such as {"type": "function", "function": {"name": ...}}',
+    'tools, such as {"type": "function", "function": {"name": ...}}, or several of them, such as '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}',
     "function": "the name of one of the tools, and only with tool_choice=required",
     "parallel_tool_calls": "true or false",
     "reasoning_effort": f"one of {', '.join(REASONING_EFFORTS)}",
@@ -50,7 +53,9 @@ ALLOWED = {
     "prompt_cache_retention": "in_memory or 24h",
     "prompt_cache_key": f"a string of at most {KEY_CHARACTERS_MAX} characters",
     "cache_salt": f"a string of at most {KEY_CHARACTERS_MAX} characters",
-    "kv_priority": f"an integer from {PRIORITY_MIN} (evicted first) to {PRIORITY_MAX}",
+    "kv_priority": f"an integer from {KV_PRIORITY_MIN} (evicted first) to {KV_PRIORITY_MAX}",
+    "priority": f"an integer from {PRIORITY_MIN} to {-PRIORITY_MIN}; lower is earlier",
+    "nvext": 'an object such as {"agent_hints": {"priority": 5}}, in which higher is earlier',
     "stream": "true or false",
     "stream_options": 'an object such as {"include_usage": true}, and only with stream=true',
     "return_token_ids": "true or false",

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from tandem.common.printable import shorten
 from tandem.errors import BadRequest
-from tandem.router.request.allowed import REASONING_EFFORTS, TOOLS_MAX, refusal
+from tandem.router.request.allowed import TOOLS_MAX, refusal
 
 # Any role of this form is passed to the chat template, because a template may support additional
 # roles such as `control`. The allowed characters cannot spell a special token.
@@ -101,6 +101,8 @@ class Conversation:
     # With `tool_choice` "required": name of the only function that the answer may call. "": the
     # answer may call all functions of `tools`.
     only_tool: str = ""
+    # Names of the functions of `tools` that the answer may call. None: all.
+    allowed_tools: frozenset[str] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     thinking: bool | None = None  # whether the model shall reason; None: the model's default
@@ -126,8 +128,12 @@ class Conversation:
                 f"{shorten(self.only_tool)}",
                 param="tool_choice",
             )
-        if self.reasoning_effort not in (None, *REASONING_EFFORTS):
-            raise refusal("reasoning_effort", self.reasoning_effort)
+        if self.tool_choice == "required" and not self.callable_tools:
+            raise BadRequest(
+                f"{refusal('tool_choice').message}; the request has no tool with the name "
+                f"{' or '.join(map(shorten, sorted(self.allowed_tools or ())))}",
+                param="tool_choice",
+            )
         calls = [c.arguments for m in self.messages for c in m.tool_calls]
         for name, value in (
             ("tools", self.tools),
@@ -143,8 +149,12 @@ class Conversation:
         """The tools that the answer may call."""
         if self.tool_choice == "none":
             return ()
-        named = (tool for tool in self.tools if tool["function"]["name"] == self.only_tool)
-        return tuple(named)[:1] if self.only_tool else self.tools
+        if self.only_tool:
+            named = (tool for tool in self.tools if tool["function"]["name"] == self.only_tool)
+            return tuple(named)[:1]
+        if self.allowed_tools is None:
+            return self.tools
+        return tuple(tool for tool in self.tools if tool["function"]["name"] in self.allowed_tools)
 
     @property
     def images(self) -> list[SentImage]:

@@ -11,13 +11,14 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tandem.common.config.router import RouterConfig
 from tandem.common.perf_model.predict import NO_PREFILL, Prefill
 from tandem.errors import (
     NeverFits,
     NoWorkers,
+    Overloaded,
     TandemError,
     WorkerLost,
 )
@@ -48,8 +49,30 @@ _OnPlaced = Callable[[Job, Work, Placement, dict[str, int]], T]
 # A request whose max_tokens leaves at most this many tokens to generate does not migrate from a
 # draining worker, because it ends sooner if it stays.
 FINISH_TOKENS = 32
+# A line of a batch with at most this many tokens to generate does not stop for other requests.
+ASIDE_TOKENS = 2
 MIGRATE_AGAIN_S = 1.0
 _RETRY_AFTER_S = 1.0
+
+
+class SpareCapacity(Protocol):
+    """Says when lines of batches must leave their worker to other requests."""
+
+    def is_short(self) -> bool:
+        """Returns whether a line that runs should stop now."""
+
+    async def wait(self) -> None:
+        """Returns when a line that has stopped may go on."""
+
+
+class NoLines:
+    """The spare capacity of a router without batches."""
+
+    def is_short(self) -> bool:
+        return False
+
+    async def wait(self) -> None:
+        return None
 
 
 class Dispatcher:
@@ -81,6 +104,7 @@ class Dispatcher:
         self.admission = AdmissionController(config, view, metrics, have_tenants=have_tenants)
         self._migrations = Migrations(metrics, view.events)
         self._returns = Returns(view)
+        self.spare: SpareCapacity = NoLines()
 
     @property
     def num_pending(self) -> int:
@@ -120,6 +144,11 @@ class Dispatcher:
                     except _Migrate:
                         attempt = await self._migrate(job, attempt)
                         continue
+                    except _StepAside:
+                        # The worker keeps the job's full blocks as cached ones, so little is
+                        # computed again when the job goes on, as after a loss of its worker.
+                        attempt.close()
+                        await self.spare.wait()
                     except REFUSALS as error:
                         self._note_refusal(job, error)
                     except WorkerLost as error:
@@ -138,7 +167,24 @@ class Dispatcher:
                 job.to(JobState.CANCELLED)
             job.may_fork.set()
             self._note_prefilled(job)
+            self._settle(job)
             self._migrations.budget.end(time.monotonic())
+
+    def _settle(self, job: Job) -> None:
+        """Corrects what a request has counted for its tenant, when the request has ended or has
+        left its turn: nothing if no worker got it.
+
+        Of several completions, each counts as long as the first one.
+        """
+        routing = job.routing
+        if routing.claim is not None and routing.is_charged:
+            routing.is_charged = False
+            num_tokens = len(job.progress.output_token_ids)
+            self.admission.settle(
+                routing.claim,
+                tokens_missing=routing.tokens_missing if routing.num_submissions else 0,
+                num_completion=num_tokens * job.request.client.num_sequences,
+            )
 
     async def _wait_for_parent(self, job: Job) -> None:
         if job.parent is not None:
@@ -162,10 +208,13 @@ class Dispatcher:
                 is_begun = routing.unassigned_since is not None
                 job.to(JobState.PENDING)
                 with job.progress.timeline.stage("queue"):
-                    await self._pending.wait(frozenset(routing.refused), is_begun=is_begun)
+                    await self._pending.wait(
+                        frozenset(routing.refused), is_begun=is_begun, until=job.deadline
+                    )
                 job.to(JobState.PLACING)
             except REFUSALS as error:
-                if routing.unassigned_since is None:
+                left_s = job.deadline - time.monotonic()
+                if routing.unassigned_since is None or left_s <= 0:
                     raise
                 waited_s = time.monotonic() - routing.unassigned_since
                 if isinstance(error, NoWorkers) or waited_s > self._config.hold_deadline_s:
@@ -174,24 +223,38 @@ class Dispatcher:
                     raise lost_for_good(
                         job, f"no other worker accepted the request; {error.message}"
                     ) from error
-                await asyncio.sleep(min(error.retry_after_s or math.inf, RETRY_AFTER_DEFAULT_S))
+                pause_s = min(error.retry_after_s or math.inf, RETRY_AFTER_DEFAULT_S)
+                await asyncio.sleep(min(pause_s, left_s))
                 routing.clear_refusals()
 
     async def place(self, job: Job) -> Placement | None:
         """Chooses the workers of a job that another process will submit.
 
-        Until `note_elsewhere` is called, the job's prompt counts as load of the prefill worker.
-        Returns None if no decode worker is usable. Raises QueueFull, Overloaded and
-        AdapterUnavailable.
+        Until `note_elsewhere` is called, the job's prompt counts as load of the prefill worker, and
+        the predicted number of tokens counts for the tenant. Returns None if no decode worker is
+        usable. Raises QueueFull, Overloaded and AdapterUnavailable.
         """
-        return await self._place(job, self._count_in)
+        placement = None
+        try:
+            placement = await self._place(job, self._count_in)
+        finally:
+            if placement is None:
+                self._settle(job)
+        return placement
 
     def note_elsewhere(self, job: Job, *, has_token: bool) -> None:
-        """Records that a job placed by `place` has its first token or has ended without one."""
+        """Records that a job placed by `place` has its first token or has ended without one.
+
+        This process does not learn how many tokens follow the first one, so the predicted number
+        counts. Without a first token, only the prompt counts. Further calls have no effect.
+        """
         self._note_prefilled(
             job,
             job.routing.requested_prefill[0] if has_token and job.routing.requested_prefill else "",
         )
+        if has_token:
+            job.routing.is_charged = False
+        self._settle(job)
 
     async def _try_submit(self, job: Job) -> Attempt | None:
         """Places and submits the job once. Returns None if no decode worker is usable.
@@ -214,11 +277,12 @@ class Dispatcher:
             lookup = job.routing.lookup
             job.routing.lookup = None
             matches = await (lookup or self._match(block_hashes))
+            turn = self._turn(job, work, matches)  # with the first session, requests take turns
             waits = not job.routing.has_turn and self.admission.must_wait()
-            turn = self._turn(job, work, matches)
         if waits and job.parent is None and not job.routing.num_submissions:
             job.to(JobState.WAITING)
         async with timeline.queueing(turn):
+            job.routing.is_charged = job.routing.claim is not None
             if job.state is JobState.WAITING:
                 job.to(JobState.PLACING)
             with timeline.stage("route"):
@@ -228,8 +292,12 @@ class Dispatcher:
                     matches = {**matches, worker.worker_id: len(block_hashes)}
                 placement = self._choose(job, work, matches)
                 if placement is None:
+                    if not job.routing.num_submissions:
+                        # The request has another turn when a decode worker is ready.
+                        self._settle(job)
                     return None
-                self._admit(job, work, placement)
+                self._admit(job, work, placement, again=job.routing.is_in_turn)
+                job.routing.is_in_turn = False
                 return on_placed(job, work, placement, matches)
 
     async def _migrate(self, job: Job, old: Attempt) -> Attempt:
@@ -311,11 +379,11 @@ class Dispatcher:
                 "request %s is placed: %s", job.request_id, routed.reason, extra=about_request
             )
         self._view.note_share(placement.prefill_worker.worker_id, placement.prefill_s(work))
-        prefill_worker_id = computing_worker(work, placement).worker_id
-        if prefill_worker_id != placement.decode.worker_id:
+        computing = computing_worker(work, placement)
+        if computing.role == "prefill":
             prefill = _prefill_of(work, placement)
-            sent_at = self._view.note_prefill(prefill_worker_id, prefill)
-            job.routing.requested_prefill = prefill_worker_id, prefill, sent_at
+            sent_at = self._view.note_prefill(computing.worker_id, prefill)
+            job.routing.requested_prefill = computing.worker_id, prefill, sent_at
         return placement
 
     def _note_refusal(self, job: Job, error: TandemError) -> None:
@@ -351,7 +419,8 @@ class Dispatcher:
                     job.on_admitted()
                 if update.token_ids:
                     progress.take_source(update)
-                    self._note_prefilled(job, update.timings.prefill_worker_id)
+                    by = update.timings.prefill_worker_id or attempt.worker_id
+                    self._note_prefilled(job, by)
                     if routing.promise is not None and routing.num_submissions == 1:
                         self.admission.note_first_token(routing.promise)
                     routing.promise = None
@@ -399,12 +468,26 @@ class Dispatcher:
                 return
             if attempt.is_draining and not attempt.is_over and self._may_migrate(job):
                 raise _Migrate
+            if job.request.client.is_batch and self._may_step_aside(job):
+                raise _StepAside
 
     def _may_migrate(self, job: Job) -> bool:
         return (
             job.request.max_tokens - len(job.progress.output_token_ids) > FINISH_TOKENS
             and time.monotonic() >= job.routing.stays_until
             and self._view.has_decode_worker()
+        )
+
+    def _may_step_aside(self, job: Job) -> bool:
+        # A request with a budget of KV, or with several completions, would lose more than its time.
+        num_left = job.request.max_tokens - len(job.progress.output_token_ids)
+        return (
+            num_left > ASIDE_TOKENS
+            and bool(job.progress.output_token_ids)
+            and job.may_fork.is_set()
+            and job.request.kv_budget is None
+            and job.request.client.num_sequences == 1
+            and self.spare.is_short()
         )
 
     def _choose(self, job: Job, work: Work, matches: dict[str, int]) -> Placement | None:
@@ -440,36 +523,46 @@ class Dispatcher:
     def _turn(
         self, job: Job, work: Work, matches: dict[str, int]
     ) -> AbstractAsyncContextManager[None]:
-        """Returns a context manager that waits for the tenant's turn.
+        """Returns a context manager that waits for the request's turn.
 
         Only the first submission of a request waits. A job that is submitted again has waited
         already, and so has the parent of a child.
         """
         if job.routing.num_submissions or job.parent is not None or job.routing.has_turn:
             return nullcontext()
+        depth = max(matches.values(), default=0) * work.block_size
+        job.routing.tokens_missing = missing = max(0, work.num_tokens - depth)
+        claim = self.admission.claim(
+            job.request.client.claim,
+            tokens_missing=missing,
+            completion_max=job.request.max_tokens * job.request.client.num_sequences,
+        )
+        job.routing.claim = claim if self.admission.take_turns else None
         if self.admission.must_wait() and (placement := self._choose(job, work, matches)):
             self._admit(job, work, placement)
-        depth = max(matches.values(), default=0) * work.block_size
-        return self.admission.turn(
-            job.request.client.tenant,
-            tokens_missing=max(0, work.num_tokens - depth),
-            completion_max=job.request.max_tokens * job.request.client.num_sequences,
-            weight=job.request.client.limits.weight,
-        )
+            job.routing.is_in_turn = True
+        until = min(job.routing.first_token_by, job.deadline)
+        return self.admission.turn(claim, until=until)
 
-    def _admit(self, job: Job, work: Work, placement: Placement) -> None:
-        """Admits a request that was not admitted before. Raises Overloaded."""
-        if not job.routing.is_admitted:
+    def _admit(self, job: Job, work: Work, placement: Placement, *, again: bool = False) -> None:
+        """Admits a request that was not admitted before, or `again` after it has waited.
+
+        Raises Overloaded.
+        """
+        if again or not job.routing.is_admitted:
             began_s = job.progress.timeline.began_s
             decision = self.admission.admit(
                 work,
                 placement,
-                tenant=job.request.client.tenant,
+                claim=job.routing.claim or job.request.client.claim,
                 is_urgent=job.routing.is_urgent,
                 waited_s=time.monotonic() - began_s,
+                again=again,
+                deadline_s=job.request.client.deadline_s,
             )
             job.routing.promise = decision.promise
-            job.routing.first_token_by = began_s + decision.within_s - self.admission.wire_s
+            within_s = min(decision.within_s, job.request.client.deadline_s or math.inf)
+            job.routing.first_token_by = began_s + within_s - self.admission.wire_s
             job.routing.is_admitted = True
 
     async def _match(self, block_hashes: list[bytes]) -> dict[str, int]:
@@ -495,6 +588,10 @@ class _Migrate(Exception):
     """Signals that the job's worker drains, so the job should move to another worker."""
 
 
+class _StepAside(Exception):
+    """Signals that the job is a line of a batch, and that other requests need its place."""
+
+
 class PendingQueue:
     """The queue of jobs that wait because no decode worker is usable."""
 
@@ -504,11 +601,14 @@ class PendingQueue:
         self._metrics = metrics
         self.num_pending = 0
 
-    async def wait(self, refused: frozenset[str], *, is_begun: bool) -> None:
+    async def wait(
+        self, refused: frozenset[str], *, is_begun: bool, until: float = math.inf
+    ) -> None:
         """Waits until a decode worker whose epoch is not in `refused` is usable.
 
-        Raises NoWorkers after `hold_deadline_s`. If the queue is full, a new request raises
-        NoWorkers at once, and a request that a worker accepted before (`is_begun`) waits.
+        Raises Overloaded at the monotonic time `until`, the request's own deadline, and NoWorkers
+        after `hold_deadline_s`. If the queue is full, a new request raises NoWorkers at once, and a
+        request that a worker accepted before (`is_begun`) waits.
         """
         if not is_begun and self.num_pending >= self._config.hold_requests_max:
             raise NoWorkers(
@@ -517,13 +617,19 @@ class PendingQueue:
                 retry_after_s=_RETRY_AFTER_S,
             )
         deadline_s = self._config.hold_deadline_s
+        left_s = until - time.monotonic()
         self.num_pending += 1
         try:
             with self._metrics.requests_pending.track_inprogress():
-                async with asyncio.timeout(deadline_s):
+                async with asyncio.timeout(min(deadline_s, left_s)):
                     while not self._view.has_decode_worker(refused):
                         await self._view.wait_change()
         except TimeoutError:
+            if left_s <= deadline_s:
+                raise Overloaded(
+                    "no decode worker was ready before the request's deadline; try again later",
+                    retry_after_s=_RETRY_AFTER_S,
+                ) from None
             message = f"no decode worker was ready within {deadline_s:g} s"
             raise NoWorkers(message, retry_after_s=_RETRY_AFTER_S) from None
         finally:

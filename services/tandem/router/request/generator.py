@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import (
     AsyncExitStack,
@@ -21,11 +22,13 @@ from contextlib import (
 )
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from tandem.common.adapter import Adapter, digest_of
 from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest, InternalError, NoWorkers, QueueFull, TandemError
 from tandem.models.folder import ModelFolder
+from tandem.models.scoring import Scorer
 from tandem.models.tokenizer.tokenizer import Tokenizer
 from tandem.net.observability.traces import NO_TRACING, Attributes, Tracing
 from tandem.net.security.limits import Limits
@@ -43,6 +46,7 @@ from tandem.router.request.choices.generation import Choice, Generation, Service
 from tandem.router.request.choices.interleave import interleave, items_of
 from tandem.router.request.delta import Delta
 from tandem.router.request.dispatcher import Dispatcher
+from tandem.router.request.early_differences import RecentPrompts
 from tandem.router.request.job import Job, Progress, Routed, prepare_request
 from tandem.router.request.keeper import Keeper
 from tandem.router.request.log import RUNNING, RequestLog, RequestRecord
@@ -58,9 +62,19 @@ from tandem.router.request.request import (
     check_token_ids,
 )
 from tandem.router.request.text import text_stream
+from tandem.router.request.varying_lines import with_lines_moved
 from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
+
+Task = Literal["generate", "embed", "classify", "score"]
+# Task -> the routes for it, in the words of error messages
+ROUTES: Mapping[Task, str] = {
+    "generate": "chats and completions",
+    "embed": "/v1/embeddings",
+    "classify": "/v1/classify",
+    "score": "/v1/score and /v1/rerank",
+}
 
 # Largest number of open requests. Each open request costs memory and time of the event loop.
 REQUESTS_MAX = 4096
@@ -81,10 +95,37 @@ class LoadedModel:
     created_s: int  # time when the model's files were written, in seconds since 1970
     # The model's own default values for sampling fields that clients omit.
     sampling: Mapping[str, float] = field(default_factory=dict)
+    scorer: Scorer | None = None  # the head that scores texts; None: the model has none
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What the model can do for clients."""
+        config = self.folder.config
+        can: dict[Task, bool] = {
+            "generate": config.generates,
+            "embed": config.embeds,
+            "classify": self.scorer is not None,
+            "score": self.scorer is not None and self.scorer.ranks,
+        }
+        return tuple(task for task, is_able in can.items() if is_able)
+
+    def check_task(self, task: Task) -> None:
+        """Raises BadRequest if the model cannot do this."""
+        if task not in self.tasks:
+            served = ", ".join(ROUTES[each] for each in self.tasks)
+            raise BadRequest(f"this model does not serve {ROUTES[task]}; it serves {served}")
+
+
+@dataclass(slots=True)
+class OpenRequests:
+    """Counts the open requests of one kind."""
+
+    num_running: int = 0
+    num_waiting: int = 0  # requests without a first token; part of `num_running`
 
 
 class Generator:
-    """Generates the answers to all requests of a router. `model` is None until it is loaded."""
+    """Generates the answers to all requests for one model. `model` is None until it is loaded."""
 
     def __init__(
         self,
@@ -106,7 +147,10 @@ class Generator:
         )
         self._tracing = tracing
         self.requests = RequestLog()
+        self._recent_prompts = RecentPrompts()
         self._num_running = 0
+        self.interactive = OpenRequests()
+        self.lines = OpenRequests()  # lines of batches
         # Why this router refuses new requests, such as the end of the process. Running requests
         # continue. "": the router accepts new requests.
         self.end_reason = ""
@@ -141,6 +185,11 @@ class Generator:
         """Returns the names of the request's fields that this model's chat template does not
         read."""
         return [] if self.model is None else without_effect(self.model.model_format, request)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None until the model is loaded."""
+        return None if self.model is None else self.model.tokenizer
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -202,11 +251,15 @@ class Generator:
             self.adapter(request.model)
             vocab_size = model.folder.config.vocab_size
             request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
-            request = with_template_options(model.model_format, request)
+            request = self._as_template_input(request, model)
             prepare = model.preparer.prepare
             token_ids = (await prepare(request, None, max_model_len=max_model_len)).token_ids
             request.check_prompt_limit(len(token_ids))
             return token_ids
+
+    def _as_template_input(self, request: ClientRequest, model: LoadedModel) -> ClientRequest:
+        request = with_template_options(model.model_format, request)
+        return with_lines_moved(request) if self.config.varying_lines == "move" else request
 
     async def detokenize(
         self, token_ids: list[int], *, tenant: str, skip_special_tokens: bool
@@ -255,6 +308,10 @@ class Generator:
         request = self.with_defaults(request)
         record = self._open(request, trace)
         reasons: set[str] = set()
+        counts = self.lines if request.is_batch else self.interactive
+        counts.num_running += 1
+        counts.num_waiting += 1
+        is_waiting = True
         self._num_running += 1
         self.metrics.requests_running.inc()
         try:
@@ -262,6 +319,9 @@ class Generator:
                 raise QueueFull(_TOO_MANY, retry_after_s=1.0)
             async with aclosing(self._run(request, record, together)) as deltas:
                 async for delta in deltas:
+                    if is_waiting:
+                        is_waiting = False
+                        counts.num_waiting -= 1
                     if delta.finish_reason:
                         reasons.add(delta.finish_reason)
                     if delta.total is not None:
@@ -288,6 +348,8 @@ class Generator:
         finally:
             if record.outcome == RUNNING:
                 record.outcome = "cancelled"
+            counts.num_running -= 1
+            counts.num_waiting -= is_waiting
             self._num_running -= 1
             record.end()
             self.metrics.on_end(record)
@@ -310,6 +372,8 @@ class Generator:
         record = RequestRecord(request.request_id, request.kind, Timeline(span), request.tenant)
         record.model = model
         record.client_id = request.client_id
+        record.session = request.session
+        record.priority = request.claim.priority
         self.requests.open(record)
         return record
 
@@ -319,10 +383,16 @@ class Generator:
         model = self.model
         if model is None:
             raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
-        deadline = asyncio.get_running_loop().time() + self.config.request_deadline_s
+        # A line of a batch may wait for spare capacity until the batch's window ends.
+        left_s = math.inf if request.is_batch else self.config.request_deadline_s
+        deadline = asyncio.get_running_loop().time() + left_s
         async with AsyncExitStack() as held:
             with record.timeline.stage("tokenize"):
                 job = await self.prepare(request, model, record.timeline, together)
+                record.early_difference = self._recent_prompts.compare(
+                    job.request.cache_salt + digest_of(job.request.adapter).encode(),
+                    job.request.token_ids,
+                )
                 generated_max = job.request.max_tokens * request.num_sequences
                 # The look-up in the prefix tree and the check of the tenant's limits are both calls
                 # to Redis. They run at the same time.
@@ -368,11 +438,13 @@ class Generator:
         together: BodyRequests,
     ) -> Job:
         """Returns the job of a request, with its prompt as tokens. Raises BadRequest."""
+        if not request.embed:
+            model.check_task("generate")
         max_model_len = self.max_model_len
         vocab_size = model.folder.config.vocab_size
         adapter = self.adapter(request.model)
         request.check_against(vocab_size=vocab_size, max_model_len=max_model_len)
-        request = with_template_options(model.model_format, request)
+        request = self._as_template_input(request, model)
         salt = cache_salt(self.config.cluster.token, request.tenant, request.cache_salt)
         compatibility = self._view.compatibility()
         prepared = await model.preparer.prepare(

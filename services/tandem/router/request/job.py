@@ -58,6 +58,7 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.admission.calibration import Promise
 from tandem.router.admission.capacity import COMPLETION_TOKENS_LIKELY
+from tandem.router.admission.turns import Claim
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import PrefixHolder, reuse
@@ -295,7 +296,12 @@ class Routing:
     requested_prefill: tuple[str, Prefill, float] | None = None
     is_admitted: bool = False
     is_urgent: bool = False  # True: admitted even if the first token will be too late
-    has_turn: bool = False  # True: the job need not wait for its tenant's turn
+    has_turn: bool = False  # True: the job need not wait for its turn
+    is_in_turn: bool = False  # True: the job was admitted, and then had to wait for its turn
+    # What the request counts for its tenant. None: requests did not take turns when it arrived.
+    claim: Claim | None = None
+    is_charged: bool = False  # True: the request had its turn, so `claim` was counted
+    tokens_missing: int = 0  # number of prompt tokens that no worker had when `claim` was made
     # The predicted TTFT, from which the calibration learns when the first token arrives. None: the
     # first token has arrived, or there is no prediction.
     promise: Promise | None = None
@@ -349,7 +355,9 @@ class Job:
     on_admitted: Callable[[], None] = _do_nothing
 
     def __post_init__(self) -> None:
-        if self.request.client.hint is not None:  # the endpoint picker has admitted the request
+        # The endpoint picker has admitted a request with a hint, and the gate of batches a line. So
+        # lines do not count in the demand, and the pools do not grow for them.
+        if self.request.client.hint is not None or self.request.client.is_batch:
             self.routing.is_admitted = self.routing.has_turn = True
 
     def to(self, state: JobState) -> None:
@@ -394,6 +402,15 @@ class Job:
         if hint is None or self.routing.num_submissions:
             return "", ""
         return hint.decode, hint.prefill
+
+    @property
+    def deadline(self) -> float:
+        """The monotonic time after which the client has no use for the first token. Infinite if the
+        client named none, if there is a token, and for a job with a parent."""
+        deadline_s = self.request.client.deadline_s
+        if deadline_s is None or self.parent is not None or self.progress.output_token_ids:
+            return math.inf
+        return self.progress.timeline.began_s + deadline_s
 
     @property
     def num_tokens(self) -> int:
@@ -454,6 +471,7 @@ def work_of(job: Job, block_size: int, completion_tokens: float = 0.0) -> Work:
         job.request.adapter,
         budget_tokens,
         min(tokens_left, completion_tokens or COMPLETION_TOKENS_LIKELY),
+        job.request.client.wishes.returns,
     )
 
 

@@ -16,7 +16,8 @@ from tandem.errors import RequestNotFound, TandemError
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.delta import Usage
-from tandem.router.request.job import Job, JobState
+from tandem.router.request.early_differences import EarlyDifference
+from tandem.router.request.job import Job, JobState, Routed
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class RequestRecord:
     facts: dict[str, Any] = field(default_factory=dict)
     # How much of the request's KV was pinned after its end (keeper.py). Empty: no pin was needed.
     kept: dict[str, Any] = field(default_factory=dict)
+    session: str = ""
+    priority: int = 0  # lower is earlier
+    # Why the prompt could not reuse the KV of an earlier one that is nearly the same.
+    early_difference: EarlyDifference | None = None
 
     def fail(self, error: TandemError) -> None:
         self.outcome = error.code
@@ -97,6 +102,8 @@ class RequestRecord:
         return {
             "id": self.request_id,
             "client_request_id": self.client_id,
+            "session": self.session,
+            "priority": self.priority,
             "object": "request",
             "kind": self.kind,
             "created": self.created,
@@ -146,7 +153,7 @@ class RequestRecord:
         )
         return {
             "placement": routed.reason if routed else "",
-            "placement_sentence": routed.sentence if routed else "",
+            "placement_sentence": self._sentence(routed, usage),
             "decode_worker": routed.placement.decode.worker_id if routed else "",
             "first_decode_worker": progress.first_worker_id if progress else "",
             "prefill_worker": timings.prefill_worker_id,
@@ -174,9 +181,18 @@ class RequestRecord:
             "workers_lost": sum(job.progress.num_lost for job in self.jobs),
         }
 
+    def _sentence(self, routed: Routed | None, usage: Usage) -> str:
+        """Says in words why the workers were chosen, and what prevented the reuse of KV."""
+        if routed is None:
+            return ""
+        difference = self.early_difference
+        if difference is None or usage.cached_tokens > difference.num_equal:
+            return routed.sentence
+        return f"{routed.sentence} {difference.sentence}"
+
 
 class RequestLog:
-    """The latest requests of a router. Each router has one log."""
+    """The latest requests of a router for one model."""
 
     def __init__(self, requests_max: int = REQUESTS_MAX) -> None:
         self._requests_max = requests_max
@@ -212,6 +228,12 @@ class RequestLog:
                 "may have this record"
             )
         return record
+
+    def has(self, name: str, tenant: str | None = None) -> bool:
+        """Returns whether `find` or `find_choices` finds a request of this name and tenant."""
+        record = self._records.get(_request_id(name))
+        is_found = record is not None and tenant in (None, record.tenant)
+        return is_found or bool(self.find_choices(name, tenant))
 
     def is_of_another(self, name: str, tenant: str | None) -> bool:
         """Returns whether the log has a request of this name that belongs to another tenant."""

@@ -19,7 +19,9 @@ from tandem.common.retention import NO_RETENTION, PRIORITY_MAX, Retention
 from tandem.common.sampling_params import BEAMS_MAX, CHOICES_MAX, SamplingParams
 from tandem.errors import BadRequest, ConfigError, ContextTooLong, ModelNotFound, OverKeyLimit
 from tandem.models.grammars.text import StructuredOutput
+from tandem.models.tokenizer.pair_template import Pair
 from tandem.net.security.limits import NO_LIMITS, Limits
+from tandem.router.admission.turns import Claim
 from tandem.router.placement.hint import PlacementHint
 from tandem.router.request.allowed import KEY_CHARACTERS_MAX, LENGTH_PENALTY_MAX, refusal
 from tandem.router.request.conversation import Conversation
@@ -33,7 +35,7 @@ REQUEST_ID_HEADER = "x-request-id"
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-Prompt = str | tuple[int, ...] | Conversation
+Prompt = str | tuple[int, ...] | Conversation | Pair
 _UNLIMITED = SamplingParams(max_tokens=None)
 # Sampling fields whose defaults are read from a model's generation_config.json, as in vLLM. Its
 # field `do_sample` has no effect, also as in vLLM.
@@ -66,11 +68,17 @@ class ClientRequest:
     # The first messages of the chat, if only the KV of these is to be pinned. None: the KV of all
     # messages is pinned.
     pinned_chat: Conversation | None = None
-    is_of_session: bool = False  # True: the client sent a header with the name of its session
+    # Name of the conversation that the request continues. "": the client named none.
+    session: str = ""
+    priority: int = 0  # lower is earlier
+    # Seconds after the arrival within which the first token is of use. None: the client set none.
+    deadline_s: float | None = None
+    may_shed: bool = False  # True: the request may be refused while it waits
     # Limit of the tokens whose KV is kept. None: the KV of all tokens is kept.
     kv_budget: KvBudget | None = None
     # Requests share KV only with requests of the same salt. "": the client sent none.
     cache_salt: str = ""
+    is_batch: bool = False  # True: a line of a batch, which runs only on spare capacity
     tenant: str = ""  # "": no tenant
     limits: Limits = NO_LIMITS  # limits of the request's API key
     # The workers that a Kubernetes endpoint picker has chosen for the request. None: no picker.
@@ -306,12 +314,23 @@ class ClientRequest:
         """
         retention = self.retention
         chat = self.prompt
-        returns = retention.returns or retention.pin_s > 0 or self.is_of_session
+        returns = retention.returns or retention.pin_s > 0 or bool(self.session)
         if isinstance(chat, Conversation) and not returns:
             has_answer = any(message.role == "assistant" for message in chat.messages)
             returns = has_answer or bool(chat.callable_tools)
         priority = min(retention.priority, self.limits.max_kv_priority or PRIORITY_MAX)
         return Retention(returns, retention.pin_s, self.limits.weight, priority=priority)
+
+    @property
+    def claim(self) -> Claim:
+        """What decides when the request has its turn, without its cost."""
+        return Claim(
+            self.tenant,
+            weight=self.limits.weight,
+            session=self.session,
+            priority=max(self.priority, self.limits.earliest_priority),
+            may_shed=self.may_shed or self.limits.may_shed,
+        )
 
     @property
     def kind(self) -> Literal["chat", "completion", "embedding"]:
@@ -384,7 +403,7 @@ def num_characters(prompt: Prompt) -> int:
     """Returns the number of characters to tokenize; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt)
-    if isinstance(prompt, Conversation):
+    if isinstance(prompt, Conversation | Pair):
         return prompt.num_characters
     return 0
 

@@ -1,24 +1,19 @@
 """Converts clients' fields and headers to the retention of a request's KV.
 
 field, header or answer                  effect
-prompt_cache_key, a session header       the prompt is treated as likely to be sent again
+prompt_cache_key, a session (session.py)  the prompt is treated as likely to be sent again
 prompt_cache_retention, cache_control    the blocks are pinned for some time after the request ends
 kv_priority                              order of eviction from tiers with the policy `priority`
 an answer with tool calls                the blocks are pinned while the tool runs (keeper.py)
 """
 
-from collections.abc import Callable, Sequence
-
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN, Retention
-from tandem.errors import BadRequest
 from tandem.router.request.allowed import KEY_CHARACTERS_MAX, refusal
 
 # Values of OpenAI's prompt_cache_retention -> seconds for which the KV is pinned. Some clients of
 # OpenAI write "in_memory" with a hyphen.
 RETENTIONS_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
 TTLS_S = {"5m": 300.0, "1h": 3600.0}  # values of Anthropic's cache_control -> seconds of a pin
-SESSION_HEADERS = ("x-session-id", "x-correlation-id")
-_SESSION_CHARACTERS_MAX = 256
 
 
 def asked_retention(
@@ -36,20 +31,3 @@ def asked_retention(
         raise refusal("kv_priority", priority)
     pin_s = RETENTIONS_S[retention] if retention is not None else 0.0
     return Retention(bool(key), pin_s, priority=priority)
-
-
-def is_of_session(sent: Callable[[str], Sequence[str]]) -> bool:
-    """Returns whether the client sent a header with the name of a session (`SESSION_HEADERS`).
-
-    `sent` returns all values of the header with the given name. Raises BadRequest for an invalid
-    value.
-    """
-    named = [(name, value.strip(" \t")) for name in SESSION_HEADERS for value in sent(name)]
-    for name, value in named:
-        is_printable = value.isascii() and value.isprintable()
-        if not is_printable or not 1 <= len(value) <= _SESSION_CHARACTERS_MAX:
-            raise BadRequest(
-                f"the header {name} must have 1 to {_SESSION_CHARACTERS_MAX} printable ASCII "
-                "characters"
-            )
-    return bool(named)

@@ -25,7 +25,7 @@ from tandem.net.rpc.convert import to_message
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.security.audit_trail import AuditTrail, Caller
 from tandem.net.store.registry import WorkerRecord
-from tandem.router.request.generator import Generator
+from tandem.router.request.models import Models
 from tandem.router.scaling.changes import logged_change
 from tandem.router.scaling.control import SEEN_DEADLINE_S, ClusterControl
 
@@ -49,10 +49,10 @@ class AdapterControl:
     The log of changes names the caller, `who`.
     """
 
-    def __init__(self, control: ClusterControl, generator: Generator, trail: AuditTrail) -> None:
-        """`generator` provides the model's name, which no adapter may have."""
+    def __init__(self, control: ClusterControl, models: Models, trail: AuditTrail) -> None:
+        """`models` provides the names of the models, which no adapter may have."""
         self._control = control
-        self._generator = generator
+        self._models = models
         self._view = control.view
         self._trail = trail
 
@@ -65,7 +65,7 @@ class AdapterControl:
             served = self._view.adapters()
             change.before = served[name].digest if name in served else "none"
             change.after = path
-            _check_names(name, path, base=self._generator.served_name)
+            _check_names(name, path, models=self._models)
             if name in served and not in_place:
                 raise BadRequest(
                     f"the lora adapter {name!r} has already been loaded. If you want to load the "
@@ -141,7 +141,8 @@ class AdapterControl:
         return Adapter(name, digest, path, rank, time.time()), usable, refused
 
     def _records(self) -> list[WorkerRecord]:
-        records = [w.record for w in self._view.known() if self._view.is_compatible(w.record)]
+        known = [w.record for w in self._view.known()]
+        records = [r for r in known if r.has_kv and self._view.is_compatible(r)]
         if not records:
             raise NoWorkers(
                 "this router knows no worker that serves the router's model", retry_after_s=1.0
@@ -167,15 +168,15 @@ class AdapterControl:
             )
 
 
-def _check_names(name: str, path: str, *, base: str) -> None:
+def _check_names(name: str, path: str, *, models: Models) -> None:
     if not re.fullmatch(ADAPTER_NAME, name):
         raise BadRequest(
             f"lora_name is {name[:80]!r}; it must have 1 to 128 letters, digits and . _ : / -",
             param="lora_name",
         )
-    if name == base:
+    if any(name == generator.served_name for generator in models):
         raise BadRequest(
-            f"lora_name is {name!r}, which is the name of the model; choose another name",
+            f"lora_name is {name!r}, which is the name of a model; choose another name",
             param="lora_name",
         )
     if not path.startswith("/"):

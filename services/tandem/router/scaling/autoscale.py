@@ -5,6 +5,8 @@ Redis key                    Type and value
 {tandem:CLUSTER}:autoscaler  STRING, name of the leader; expires if the leader does not renew it
 {tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions; expires like the leader's name
 
+The keys of a further model end with `:GROUP`. Each model has a leader and decisions of its own.
+
 Every router writes its own demand. One router is the leader. The leader runs the policy
 (`autoscaler/policy.py`) and requests the sizes from the program that owns the sizes
 (`size_owner.py`), as `tandem scale` does. If an HPA or KEDA owns the sizes, it reads the decided
@@ -78,9 +80,10 @@ class AutoscaleLoop:
         self._num_held = num_held
         self._name = f"{config.router_id}/{secrets.token_hex(4)}"  # name of this router's process
         prefix = f"{{tandem:{config.cluster.cluster_id}}}"
-        self._demand_key = f"{prefix}:demand"
-        self._decisions_key = f"{prefix}:autoscale"
-        self._leader_key = f"{prefix}:autoscaler"
+        of_group = f":{config.group}" if config.group else ""
+        self._demand_key = f"{prefix}:demand{of_group}"
+        self._decisions_key = f"{prefix}:autoscale{of_group}"
+        self._leader_key = f"{prefix}:autoscaler{of_group}"
         self._lead = Script(_LEAD)
         self._policy: Autoscaler | None = None  # None: this router is not the leader
         self._last: dict[str, Demand] = {}  # name of a router -> its counters at the last reading
@@ -202,7 +205,11 @@ class AutoscaleLoop:
     def _decide(self, num_held: int, owned: dict[str, int]) -> list[ScalingDecision]:
         now_s = time.monotonic()
         if self._policy is None:
-            log.info("this router runs the autoscaler now: mode %s", self._config.autoscale.mode)
+            log.info(
+                "this router runs the autoscaler%s now: mode %s",
+                f" of the group {self._config.group}" if self._config.group else "",
+                self._config.autoscale.mode,
+            )
             self._policy = Autoscaler(self._config.autoscale, now_s)
         workers = self._view.snapshots()
         seen = Observation(

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import msgspec
 
+from tandem.common.config.cluster import SIZED_POOLS, WORKER_POOLS
 from tandem.common.config.router import RouterConfig
 from tandem.common.pool_sizes import check_sizes
 from tandem.errors import BadRequest, NotNow, WorkerLost, WorkerNotFound
@@ -42,13 +43,14 @@ class RoleSet(msgspec.Struct, frozen=True):
 
 
 class ClusterControl:
-    """Makes operators' changes to a cluster. Raises errors of `tandem/errors.py`.
+    """Makes operators' changes to the pools of one model. Raises errors of `tandem/errors.py`.
 
     The log of changes names the caller, `who`.
     """
 
     def __init__(self, config: RouterConfig, view: ClusterView, trail: AuditTrail) -> None:
         self._trail = trail
+        self.group = config.group
         self.view = view
         self.sizes = SizeOwner(config, view, trail)
         self._departures = Departures(view.redis, config.cluster.cluster_id)
@@ -60,7 +62,8 @@ class ClusterControl:
         this router can reach no owner of the sizes.
         """
         try:
-            sizes = dict[str, int](check_sizes(wanted).items())
+            # The routers belong to no model, and are scaled with the pools of the first one.
+            sizes = check_sizes(wanted, SIZED_POOLS if not self.group else WORKER_POOLS)
         except BadRequest:
             with logged_change(self._trail, who, "sizes") as change:
                 change.after = shown_sizes(wanted)
@@ -79,6 +82,8 @@ class ClusterControl:
             change.after = role or "the other"
             record = self.record(worker_id)
             change.before = record.role
+            if not record.has_kv:
+                raise BadRequest(f"{worker_id} is an encode worker, which keeps its role")
             change.after = role = role or _OTHER[record.role]
             if role not in _OTHER:
                 message = f"role is {role[:80]!r}; it must be prefill or decode"

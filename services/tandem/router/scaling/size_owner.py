@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.common.config.cluster import pool_name, role_of
 from tandem.common.config.router import RouterConfig
 from tandem.errors import NotNow, TandemError
 from tandem.net.security.audit_trail import AuditTrail, Caller
@@ -43,6 +44,7 @@ class SizeOwner:
     def __init__(self, config: RouterConfig, view: ClusterView, trail: AuditTrail) -> None:
         self._trail = trail
         self._cluster_id = config.cluster.cluster_id
+        self._group = config.group
         self._view = view
         self._kubernetes: KubernetesScale | None = None
         self._read_at = -math.inf
@@ -101,7 +103,8 @@ class SizeOwner:
         The caller polls the pool state to see when the pools have these sizes. Raises NotNow if
         this router can reach no owner of the sizes.
         """
-        with logged_change(self._trail, who, "sizes") as change:
+        about = f"sizes of {self._group}" if self._group else "sizes"
+        with logged_change(self._trail, who, about) as change:
             change.after = shown_sizes(sizes)
             before: dict[str, int] = {}
             with suppress(TandemError, TimeoutError):
@@ -111,9 +114,14 @@ class SizeOwner:
             if self._kubernetes is not None:
                 await self._kubernetes.set_sizes(sizes)
             elif others := self._of_others(sizes):
+                how = (
+                    "start the cluster with encode workers (`tandem up --encode 1`)"
+                    if others[0] == "encode"
+                    else "on Kubernetes, set it with `kubectl scale deployment NAME --replicas=N` "
+                    "or an HPA"
+                )
                 raise NotNow(
-                    f"the pool controller cannot set the size of the {others[0]} pool; on "
-                    "Kubernetes, set it with `kubectl scale deployment NAME --replicas=N` or an HPA"
+                    f"the pool controller cannot set the size of the {others[0]} pool; {how}"
                 )
             elif not await self._request_from_controller(dict(sizes)):
                 raise NotNow(
@@ -137,6 +145,7 @@ class SizeOwner:
         The request is repeated for up to a minute while Ray's head starts, and otherwise for 3 s: a
         controller that has just started needs a moment to write its pools to Redis.
         """
+        sizes = {pool_name(self._group, role_of(name)): size for name, size in sizes.items()}
         now = asyncio.get_running_loop().time
         began = now()
         while not await request_sizes(self._view.redis, self._cluster_id, sizes):

@@ -22,9 +22,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from tandem.common.adapter import Adapter
-from tandem.common.config.cluster import ClusterConfig
+from tandem.common.config.cluster import ClusterConfig, group_of, is_pool, role_of
 from tandem.common.perf_model.predict import Prefill
+from tandem.common.process.ticks import sleep_until_tick
 from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.store.client import UNREACHABLE, Client
 from tandem.net.store.registry import KvCompatibility, Registry, WorkerRecord
@@ -38,7 +41,7 @@ from tandem.router.workers.events import EventLog
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.loading import LoadingNow, LoadingWorkers
 from tandem.router.workers.pool_watch import PoolWatch
-from tandem.router.workers.pools import read_control
+from tandem.router.workers.pools import control_keys, pools_of_group
 from tandem.router.workers.problem_watch import ProblemWatch
 from tandem.router.workers.rows import Gone, Seen, worker_rows
 from tandem.router.workers.troubles import clock_of_router
@@ -49,6 +52,7 @@ POLL_INTERVAL_S = 0.5  # interval between reads of the workers' records
 # The interval while there is no decode worker. Requests wait for the first one, so it has to be
 # found quickly.
 _AWAITED_INTERVAL_S = 0.1
+_AFTER_RECORDS_S = 0.05
 _NOTE_INTERVAL_S = 0.9
 _AFTER_BUG_S = 30.0
 _GONE_KEPT_S = 900.0
@@ -57,17 +61,23 @@ _GONE_MAX = 64
 
 @dataclass(slots=True)
 class ClusterView:
-    """The workers that a router knows. `run` updates the view and calls listeners after changes."""
+    """The workers of one model that a router knows.
+
+    `run` updates the view and calls listeners after changes.
+    """
 
     cluster: ClusterConfig
     redis: Client
     tls_dir: str = ""
+    # The group of pools whose workers this view has; "": the group of the first model.
+    group: str = ""
     # Identifies the model that this router has loaded. Only workers with the same fingerprint are
     # compatible. "": the model is not loaded yet, so no worker is compatible.
     model_fingerprint: str = ""
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
     pools_json: bytes | None = None  # JSON of the pools in Redis; None: no pool controller
     pool_watch: PoolWatch = field(default_factory=PoolWatch)
+    num_routers: Callable[[], int] = lambda: 1  # number of routers of the cluster
     decisions: list[ScalingDecision] = field(
         default_factory=list
     )  # latest decisions of the autoscaler
@@ -120,24 +130,31 @@ class ClusterView:
                     )
                     self._problems_noted_at += _AFTER_BUG_S
                 is_awaited = self.redis_state == "ok" and not self.has_decode_worker()
-                await asyncio.sleep(_AWAITED_INTERVAL_S if is_awaited else POLL_INTERVAL_S)
+                interval_s = _AWAITED_INTERVAL_S if is_awaited else POLL_INTERVAL_S
+                # Workers write their records at ticks, so the router reads new ones.
+                await sleep_until_tick(interval_s, after_s=_AFTER_RECORDS_S)
         finally:
             clients = [w.client for w in self._workers.values() if w.client] + self._leaving
             await asyncio.gather(*(c.close() for c in clients))
 
     def roster(self) -> Roster:
-        """Returns the current snapshots of all workers. Only outdated snapshots are replaced."""
+        """Returns the current snapshots of all workers with KV. Only outdated snapshots are
+        replaced."""
         now_s = time.monotonic() - self._made_at
         if self._shares.rebase(now_s):
             self._roster = Roster()
             self._stale.update(self._workers)
         for worker_id in self._stale:
             worker = self._workers[worker_id]
+            if not worker.record.has_kv:
+                continue
             compatible = self.is_compatible(worker.record)
             share = self._shares.share(worker_id)
             self._roster.put(worker.snapshot(compatible=compatible, prefill_share=share))
         self._stale.clear()
         self._roster.second_weight = self._shares.second_weight(now_s)
+        # The shares count the prompts of this router only, which gets its part of the requests.
+        self._roster.full_share = self._shares.full_share(now_s) / self.num_routers()
         return self._roster
 
     def listen(self, listener: Callable[[], None]) -> None:
@@ -277,7 +294,9 @@ class ClusterView:
         return min(filter(None, sizes), default=None)
 
     def _compatible(self) -> Iterator[KnownWorker]:
-        return (w for w in self._workers.values() if self.is_compatible(w.record))
+        """Yields the workers with KV that have the router's model."""
+        known = self._workers.values()
+        return (w for w in known if w.record.has_kv and self.is_compatible(w.record))
 
     def is_compatible(self, record: WorkerRecord) -> bool:
         return record.compatibility.model_fingerprint == self.model_fingerprint
@@ -299,10 +318,16 @@ class ClusterView:
 
     async def _poll(self, registry: Registry) -> None:
         read_at = time.monotonic()
-        records = await registry.read()
-        data_set = await registry.data_set()
-        self.pools_json, beat, head = await read_control(self.redis, self.cluster.cluster_id)
-        notices = await registry.read_loading()
+        found = await registry.read_all(control_keys(self.cluster.cluster_id))
+        pools_json, beat, head = found.more
+        data_set = found.data_set
+        records = [each for each in found.records if each.group == self.group]
+        self.pools_json = pools_of_group(pools_json, self.group)
+        notices = {
+            worker_id: msgspec.structs.replace(notice, pool=role_of(notice.pool))
+            for worker_id, notice in found.loading.items()
+            if group_of(notice.pool) == self.group and is_pool(notice.pool)
+        }
         now = time.monotonic()
         restart = self.control.note(
             has_pools=self.pools_json is not None, beat=beat, head=head, now=now
@@ -419,10 +444,11 @@ class ClusterView:
             forgotten = self._forgotten_before(time.monotonic())
             if known.take_record(record, last_read_at=self._read_at, forgotten_before=forgotten):
                 self._stale.add(worker_id)
-        if record.role != "decode" and known.client is not None:
+        decodes = record.role == "decode" or may_decode(record)
+        if not decodes and known.client is not None:
             self._leaving.append(known.client)  # requests on the stream continue
             known.client = None
-        if record.role == "decode" and known.client is None:
+        if decodes and known.client is None:
             known.client = WorkerClient(
                 worker_id,
                 record.address,
@@ -471,6 +497,11 @@ class ClusterView:
                 record.compatibility.model_fingerprint,
                 self.model_fingerprint,
             )
+
+
+def may_decode(record: WorkerRecord) -> bool:
+    """Returns whether a prefill worker also decodes requests whose prompts it prefills."""
+    return record.role == "prefill" and record.prefill_at == "auto"
 
 
 def _process(record: WorkerRecord) -> tuple[str, str, int, float]:

@@ -34,6 +34,7 @@ class EventLog:
         prefix = f"{{tandem:{cluster_id}}}:events"
         self._journal = Journal(redis, prefix, (_STREAM,), "the log of events")
         self._counted: Counter[tuple[str, str, str]] = Counter()
+        self._has_counted = asyncio.Event()
         # the latest moves of requests: (monotonic seconds, the worker that lost the request)
         self._moves: deque[tuple[float, str]] = deque(maxlen=_MOVES_MAX)
 
@@ -52,6 +53,7 @@ class EventLog:
             self._moves.append((time.monotonic(), about))
         if (kind, about, text) in self._counted or len(self._counted) < _COUNTED_MAX:
             self._counted[kind, about, text] += 1
+            self._has_counted.set()
 
     @property
     def num_moved(self) -> int:
@@ -69,6 +71,7 @@ class EventLog:
         writing = asyncio.create_task(self._journal.run())
         try:
             while True:
+                await self._has_counted.wait()
                 await asyncio.sleep(_TELL_EVERY_S)
                 self._add_counted()
         finally:
@@ -84,6 +87,7 @@ class EventLog:
     def _add_counted(self) -> None:
         counted = self._counted
         self._counted = Counter()
+        self._has_counted.clear()
         for (kind, about, text), number in counted.items():
             self.add(kind, about, f"{number} request{'' if number == 1 else 's'} {text}")
 

@@ -24,7 +24,7 @@ from tandem.router.workers.client import WorkerClient
 
 @dataclass(slots=True)
 class KnownWorker:
-    """A worker as this router knows it. Only decode workers have a client."""
+    """A worker as this router knows it. Only workers that decode have a client."""
 
     record: WorkerRecord
     client: WorkerClient | None = None
@@ -38,9 +38,17 @@ class KnownWorker:
     _done: Prefill = NO_PREFILL
 
     @property
+    def decodes(self) -> bool:
+        """True if the worker accepts requests to decode, on a stream of this router."""
+        client = self.client
+        return client is not None and client.is_up and not client.is_draining
+
+    @property
     def load(self) -> WorkerLoad:
-        """The last load that the worker reported, on its stream or in its record."""
-        reported = self.client.load if self.client is not None else None
+        """The last load that the worker reported. A decode worker reports it on its stream or in
+        its record, and a prefill worker in its record."""
+        client = self.client if self.record.role == "decode" else None
+        reported = client.load if client is not None else None
         return (
             reported
             if reported is not None and reported.step >= self.record.load.step
@@ -111,13 +119,14 @@ class KnownWorker:
     def snapshot(self, *, compatible: bool, prefill_share: float = 0.0) -> WorkerSnapshot:
         record = self.record
         client = self.client
+        is_decode = record.role == "decode"
         return WorkerSnapshot(
             worker_id=record.worker_id,
             epoch=record.epoch,
             address=record.address,
             role=record.role,
-            state="draining" if client and client.is_draining else record.state,
-            reachable=compatible and (record.role != "decode" or self.is_up),
+            state="draining" if is_decode and client and client.is_draining else record.state,
+            reachable=compatible and (not is_decode or self.is_up),
             load=self._expected_load(),
             rates=record.rates,
             pairs=record.pairs,
@@ -128,16 +137,22 @@ class KnownWorker:
             lora_rank_max=record.adapters.rank_max,
             keeps_deadlines=record.keeps_deadlines,
             prefill_at=record.prefill_at,
+            decodes=not is_decode and self.decodes,
         )
 
     def _expected_load(self) -> WorkerLoad:
         """Returns the reported load plus the work sent since, minus the work finished since."""
         load = self.load
-        unreported = self.client.unreported if self.client is not None else ()
+        client = self.client
+        unreported = client.unreported if client is not None else ()
         done = self._done
+        if client is not None and self.record.role == "prefill":
+            # The record may lack sequences that this router has sent to decode.
+            num_running = max(load.num_running, client.num_inflight)
+            load = msgspec.structs.replace(load, num_running=num_running)
         if not (unreported or self._sent or done.num_tokens):
             return load
-        sent = summed(unreported if self.client is not None else [p for _, p in self._sent])
+        sent = summed([*unreported, *(prefill for _, prefill in self._sent)])
         queued_s = load.queued_s
         if queued_s is not None and (sent.num_tokens or done.num_tokens):
             rates = beside_decode(self.record.rates, load.chunk_tokens, load.num_running)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tandem.common.config.cluster import ROUTER_POOLS
+from tandem.common.config.cluster import ROUTER_POOLS, pool_name, role_of
 from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.pools import pool_states
 from tandem.router.workers.rows import WorkerRow
@@ -29,9 +29,11 @@ class PoolWatch:
     page.
     """
 
-    def __init__(self, grace_s: float = 90.0) -> None:
-        """`grace_s` is the time in seconds that a new worker has to start."""
+    def __init__(self, grace_s: float = 90.0, group: str = "") -> None:
+        """`grace_s` is the time in seconds that a new worker has to start. `group` is the group of
+        the pools; "": that of the first model."""
         self.grace_s = grace_s
+        self._group = group
         # pool -> sizes reported by Kubernetes; empty if Kubernetes does not own the sizes
         self.owned: dict[str, dict[str, int]] = {}
         self.sizes: dict[str, int] = {}  # pool -> last requested number of workers
@@ -70,11 +72,15 @@ class PoolWatch:
     @property
     def problems(self) -> dict[str, str]:
         """A phrase for each pool whose workers do not start."""
-        return {
-            f"{name} pool": f"the {name} pool has {self.ready[name]} of {self.sizes[name]} workers "
-            "ready; `kubectl get pods` shows what the others wait for"
+        short = {
+            pool_name(self._group, role_of(name)): (self.ready[name], self.sizes[name])
             for name in self._short_since
             if self._is_overdue(name)
+        }
+        return {
+            f"{pool} pool": f"the {pool} pool has {ready} of {size} workers ready; `kubectl get "
+            "pods` shows what the others wait for"
+            for pool, (ready, size) in short.items()
         }
 
     def _is_overdue(self, name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from tandem.common.config.cluster import ROUTER_POOLS, Pool
+from tandem.common.config.cluster import Pool, group_of, is_pool, role_of
 from tandem.errors import NoWorkers
 from tandem.net.store.client import UNREACHABLE, UNREADABLE, Client
 from tandem.net.store.control_state import CONTROLLER_KEY, HEAD_KEY, control_key
@@ -47,21 +47,14 @@ async def read_pools(redis: Client, cluster_id: str) -> bytes | None:
 
     Errors of redis-py propagate.
     """
-    return (await read_control(redis, cluster_id))[0]
+    found = await redis.get(control_key(cluster_id, "pools"))
+    return found.encode() if isinstance(found, str) else found
 
 
-async def read_control(
-    redis: Client, cluster_id: str
-) -> tuple[bytes | None, bytes | None, bytes | None]:
-    """Returns the values of three keys: the pools, the controller's heartbeat and Ray's head.
-
-    `store/control_state.py` describes the keys. Errors of redis-py propagate.
-    """
-    keys = [control_key(cluster_id, name) for name in ("pools", CONTROLLER_KEY, HEAD_KEY)]
-    pools, beat, head = (
-        value.encode() if isinstance(value, str) else value for value in await redis.mget(keys)
-    )
-    return pools, beat, head
+def control_keys(cluster_id: str) -> list[str]:
+    """Returns the keys of the pools, the controller's heartbeat and Ray's head.
+    `store/control_state.py` describes them."""
+    return [control_key(cluster_id, name) for name in ("pools", CONTROLLER_KEY, HEAD_KEY)]
 
 
 def pool_states(
@@ -72,7 +65,8 @@ def pool_states(
     `ready` counts the ready workers that belong to the pool, even if they serve in the other pool
     at present. `serving` counts the ready workers that serve in this pool at present. Example: of 3
     ready prefill workers, 1 was moved to decode; the prefill pool has `ready` 3 and `serving` 2.
-    Without a controller, the state has only the counts.
+    Without a controller, the state has only the counts. The encode pool is left out if it has no
+    worker and no controller.
     """
     written = decode_pools(pools_json)
     registered = Counter[str]()
@@ -91,8 +85,22 @@ def pool_states(
             "serving": serving[name],
         }
         for name in get_args(Pool)
-        if name in written or name not in ROUTER_POOLS
+        if name in written or name in ("prefill", "decode") or registered[name]
     }
+
+
+def pools_of_group(pools_json: bytes | None, group: str) -> bytes | None:
+    """Returns the pools of one model's group, out of those that the controller wrote. Their names
+    in the result are those of `Pool`."""
+    pools = decode_pools(pools_json)
+    if pools_json is None or (not group and not any(map(group_of, pools))):
+        return pools_json
+    own = {
+        role_of(name): state
+        for name, state in pools.items()
+        if group_of(name) == group and is_pool(name)
+    }
+    return msgspec.json.encode(own)
 
 
 def decode_pools(pools_json: bytes | None) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tandem.common.config.cluster import ROUTER_POOLS
+from tandem.common.pool_sizes import sizes_in_words
 from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.loading import LoadingNow
 from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
@@ -204,7 +205,7 @@ def headline(
     worker; or one sentence saying that all is well."""
     if not problems:
         pairs = [(s["ready"], p) for p, s in pools.items() if p not in ROUTER_POOLS]
-        ready = " and ".join(f"{number} {pool}" for number, pool in pairs if number) or "0"
+        ready = sizes_in_words((pool, number) for number, pool in pairs) or "0"
         total = sum(number for number, _ in pairs)
         return f"All is well: {ready} {'worker is' if total == 1 else 'workers are'} ready."
     more = len(problems) - _PROBLEMS_MAX

@@ -121,7 +121,7 @@ class NixlAgent:
         try:
             self._agent: Any = bindings.nixlAgent(name, config)
             with ucx_environment(ucx_settings(mode, memory, with_cuda_ipc=with_cuda_ipc)):
-                self._backend: int = self._agent.createBackend("UCX", backend_options(mode))
+                self._backends = [self._agent.createBackend("UCX", backend_options(mode))]
         except self._errors as error:
             raise Incompatible(
                 f"the UCX backend of NIXL does not work on this host: {error}"
@@ -136,7 +136,7 @@ class NixlAgent:
             descriptors = self._bindings.nixlRegDList(
                 self._segment(memory), [(address, num_bytes, device_id, "")]
             )
-            self._agent.registerMem(descriptors, [self._backend])
+            self._agent.registerMem(descriptors, self._backends)
 
     def metadata(self) -> bytes:
         """Returns the metadata with which a peer can read all registered memory. The metadata must
@@ -173,7 +173,7 @@ class NixlAgent:
                 self._spans(producer, *producer_device),
                 peer,
                 "",
-                [self._backend],
+                self._backends,
             )
         return handle
 
@@ -194,7 +194,7 @@ class NixlAgent:
                 self._bindings.NIXL_INIT_AGENT if peer is None else peer,
                 self._segment(blocks.memory),
                 np.array(rows, np.uint64),
-                [self._backend],
+                self._backends,
             )
         return handle
 
@@ -210,7 +210,7 @@ class NixlAgent:
 
         Returns the handle of the read. NIXL merges blocks that follow each other in memory.
         """
-        with self._translated("preparing a read of blocks"):
+        try:
             handle: int = self._agent.makeXferReq(
                 self._bindings.NIXL_READ,
                 local_list,
@@ -218,19 +218,25 @@ class NixlAgent:
                 producer_list,
                 producer_ids,
                 "",
-                [self._backend],
+                self._backends,
             )
+        except self._errors as error:
+            raise self._failure("preparing a read of blocks", error) from error
         return handle
 
     def start(self, handle: int) -> ReadState:
         """Starts a read. With the transport CMA, the kernel copies all bytes during this call."""
-        with self._translated("starting a read"):
+        try:
             return self._read_state(self._agent.postXferReq(handle, ""))
+        except self._errors as error:
+            raise self._failure("starting a read", error) from error
 
     def state(self, handle: int) -> ReadState:
         """Returns the state of a started read and makes progress on all of this agent's reads."""
-        with self._translated("a read"):
+        try:
             return self._read_state(self._agent.getXferStatus(handle))
+        except self._errors as error:
+            raise self._failure("a read", error) from error
 
     def release(self, handle: int) -> None:
         """Frees the handle of a read.
@@ -238,8 +244,10 @@ class NixlAgent:
         The read should be DONE or never started. If it is unfinished or FAILED, the read may still
         write memory, and the caller must then end it as described at `close`.
         """
-        with self._translated("releasing a read"):
+        try:
             self._agent.releaseXferReq(handle)
+        except self._errors as error:
+            raise self._failure("releasing a read", error) from error
 
     def close(self) -> None:
         """Destroys the agent. No read of the agent writes host memory from then on.
@@ -265,9 +273,14 @@ class NixlAgent:
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
+        """Raises NIXL's errors as TandemError. The methods that each read calls do the same without
+        this context manager, which takes longer than some of the calls."""
         try:
             yield
         except self._errors as error:
-            lost = isinstance(error, self._bindings.nixlRemoteDisconnectError)
-            kind: type[TandemError] = WorkerLost if lost else InternalError
-            raise kind(f"NIXL failed at {what}: {type(error).__name__} {error}") from error
+            raise self._failure(what, error) from error
+
+    def _failure(self, what: str, error: Exception) -> TandemError:
+        lost = isinstance(error, self._bindings.nixlRemoteDisconnectError)
+        kind: type[TandemError] = WorkerLost if lost else InternalError
+        return kind(f"NIXL failed at {what}: {type(error).__name__} {error}")

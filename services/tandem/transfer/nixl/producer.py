@@ -4,7 +4,7 @@ from tandem.transfer.nixl.agent import NixlAgent
 from tandem.transfer.nixl.ucx_mode import UcxMode
 from tandem.transfer.reads.messages import LocalPool
 
-PROGRESS_DELAY_US = 100_000
+PROGRESS_DELAY_US = 500_000
 
 
 def readable_agent(

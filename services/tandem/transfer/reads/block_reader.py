@@ -59,7 +59,14 @@ from tandem.transfer.reads.messages import (
     SomeHeads,
 )
 from tandem.transfer.reads.piece_size import FIRST_BYTES, PIECE_S, PieceSize
-from tandem.transfer.reads.pull import PullInPieces, Read, Source, is_done
+from tandem.transfer.reads.pull import (
+    EqualSizes,
+    MixedSizes,
+    PullInPieces,
+    Read,
+    Source,
+    is_done,
+)
 from tandem.transfer.tensor_parallel import RankRead, rank_reads
 
 log = logging.getLogger(__name__)
@@ -285,7 +292,7 @@ class BlockReader:
             self._reload(self._to_reload.pop())
         if moved:
             self._poll_at_once()
-        else:
+        elif self._pulls:
             self._backoff_s = self._backoff.next_s()
         results, self._results = self._results, []
         return results
@@ -397,17 +404,13 @@ class BlockReader:
         _check_range(pull.producer_block_ids, peer.num_blocks)
         loaded = self._load(peer)
         instance = self._agent_instance()
-        if pull.local_block_ids:
-            groups = np.searchsorted(self._group_ends, pull.local_block_ids, "right")
-        else:  # A probe reads blocks of the first group.
-            groups = np.zeros(len(pull.producer_block_ids), np.int64)
         sources = [
             Source(
                 rank,
                 instance.local_list(
                     each.pool_blocks if pull.local_block_ids else each.scratch_blocks
                 ),
-                np.array(each.num_bytes)[groups],
+                self._sizes(pull, each),
             )
             for rank, each in zip(loaded, peer.ranks, strict=True)
         ]
@@ -418,6 +421,15 @@ class BlockReader:
             clock=self._clock,
         )
         self._poll_at_once()
+
+    def _sizes(self, pull: Pull, rank: _PeerRank) -> EqualSizes | MixedSizes:
+        """Returns which of the pull's blocks are read from a rank, and their bytes."""
+        # A probe reads blocks of the first group, and one rank may have nothing to read of it.
+        if not pull.local_block_ids or len(rank.num_bytes) == 1:
+            num_bytes = rank.num_bytes[0]
+            return EqualSizes(len(pull.producer_block_ids) if num_bytes else 0, num_bytes)
+        groups = np.searchsorted(self._group_ends, pull.local_block_ids, "right")
+        return MixedSizes(np.array(rank.num_bytes)[groups])
 
     def _poll_at_once(self) -> None:
         self._backoff.reset()

@@ -35,14 +35,60 @@ class Read:
     ended: bool = False
 
 
+class EqualSizes:
+    """The blocks that a pull reads from one rank: all of them, with the same number of bytes each.
+
+    Most pulls move one block or a few, for which each call of numpy takes longer than the whole
+    arithmetic of this class.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.num_blocks = num_blocks
+        self._block_bytes = block_bytes
+
+    def end(self, first: int, num_bytes: int) -> int:
+        """Returns the end of a piece of at most `num_bytes` bytes that begins with the block
+        `first`. A piece has whole blocks, and at least one."""
+        return min(self.num_blocks, first + max(1, num_bytes // self._block_bytes))
+
+    def num_bytes(self, first: int, end: int) -> int:
+        """Returns the bytes of the blocks `first` to `end` - 1."""
+        return (end - first) * self._block_bytes
+
+    def indices(self, first: int, end: int) -> slice:
+        """Returns the indices in the pull of the blocks `first` to `end` - 1."""
+        return slice(first, end)
+
+
+class MixedSizes:
+    """The same for blocks of several KV groups. Of some groups, this rank may have nothing to
+    read."""
+
+    def __init__(self, sizes: NDArray[np.int64]) -> None:
+        """`sizes` has the bytes to read of each of the pull's blocks; 0: none."""
+        self._blocks = np.flatnonzero(sizes)  # indices of the blocks that are read
+        self.num_blocks = len(self._blocks)
+        # The bytes of all blocks before each of them, and of all.
+        self._starts = np.concatenate(([0], np.cumsum(sizes[self._blocks])))
+
+    def end(self, first: int, num_bytes: int) -> int:
+        most = self._starts[first] + num_bytes
+        return max(first + 1, int(np.searchsorted(self._starts, most, "right")) - 1)
+
+    def num_bytes(self, first: int, end: int) -> int:
+        return int(self._starts[end] - self._starts[first])
+
+    def indices(self, first: int, end: int) -> NDArray[np.intp]:
+        return self._blocks[first:end]
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One rank of a peer, and the list of local blocks into which its heads are read."""
 
     rank: LoadedPeer
     target_list: int
-    # For each of the pull's blocks, the bytes that are read from this rank; 0: none.
-    sizes: NDArray[np.int64]
+    sizes: EqualSizes | MixedSizes
 
 
 class PullInPieces:
@@ -60,7 +106,7 @@ class PullInPieces:
         self.pull = pull
         self.started_at = clock()
         self.reads: list[Read] = []
-        self.num_bytes = sum(int(source.sizes.sum()) for source in sources)
+        self.num_bytes = sum(each.sizes.num_bytes(0, each.sizes.num_blocks) for each in sources)
         self.post_s = 0.0  # seconds spent in the agent's calls that start reads
         self._piece_size = piece_size
         self._clock = clock
@@ -69,8 +115,9 @@ class PullInPieces:
         # ... of the scratch memory, so the target ids are the producer's ids.
         target_ids = pull.local_block_ids or pull.producer_block_ids
         self._target_ids = np.array(target_ids, np.int32)
-        self._sources = [source for source in sources if source.sizes.any()]  # not read to the end
-        self._begin_source()
+        # The sources that are not read to the end.
+        self._sources = [source for source in sources if source.sizes.num_blocks]
+        self._num_started = 0  # number of blocks of the first source whose reads were started
 
     @property
     def is_done(self) -> bool:
@@ -104,36 +151,27 @@ class PullInPieces:
                 raise InternalError(f"a read of KV blocks from {self.pull.peer_id} failed")
         return moved
 
-    def _begin_source(self) -> None:
-        """Begins with the first source."""
-        self._num_started = 0  # number of its blocks whose reads were started
-        sizes = self._sources[0].sizes if self._sources else np.zeros(0, np.int64)
-        self._blocks = np.flatnonzero(sizes)  # indices of the blocks that are read from it
-        self._ends = np.cumsum(sizes[self._blocks])  # the bytes of all blocks up to each of them
-
     def _start(self, instance: AgentInstance) -> None:
         agent = instance.agent
         source = self._sources[0]
+        sizes = source.sizes
         first = self._num_started
-        before = int(self._ends[first - 1]) if first else 0
-        most = before + self._piece_size.num_bytes
-        # A piece has whole blocks, and at least one.
-        end = max(first + 1, int(np.searchsorted(self._ends, most, "right")))
-        num_bytes = int(self._ends[end - 1] - before)
-        piece = self._blocks[first:end]
-        producer_ids = self._producer_ids[piece]
+        end = sizes.end(first, self._piece_size.num_bytes)
+        num_bytes = sizes.num_bytes(first, end)
+        piece = sizes.indices(first, end)
+        target_ids = self._target_ids[piece]
         handle = agent.create_block_read(
             producer_list=source.rank.block_list,
-            producer_ids=producer_ids,
+            producer_ids=self._producer_ids[piece],
             local_list=source.target_list,
-            local_ids=self._target_ids[piece],
+            local_ids=target_ids,
         )
         self._num_started = end
-        if end >= len(self._blocks):
+        if end >= sizes.num_blocks:
             self._sources.pop(0)
-            self._begin_source()
+            self._num_started = 0
         # A probe has no local block ids.
-        local_ids = self._target_ids[piece].tolist() if self.pull.local_block_ids else []
+        local_ids = target_ids.tolist() if self.pull.local_block_ids else []
         read = Read(handle, source.rank.agent_name, local_ids)
         self.reads.append(read)
         read.ended = True  # stays True if `start` raises

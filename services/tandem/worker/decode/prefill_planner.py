@@ -215,7 +215,10 @@ class PrefillPlanner:
         rates = self._rates_of(name)
         queue_s = 0.0
         if record is not None:
-            queue_s = record.load.queue_s(rates)
+            load = record.load
+            queue_s = load.queue_s(rates)
+            if load.num_running:  # it also decodes
+                rates = beside_decode(rates, load.chunk_tokens, load.num_running)
         return Candidate(
             rates=rates,
             queue_s=max(queue_s, self._sent_s.get(name, 0.0)),

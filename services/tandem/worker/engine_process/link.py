@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.process.endings import describe_exit, oom_kills
+from tandem.common.process.ticks import until_tick_s
 from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.cache.layout.pool_memory import map_shared
@@ -326,7 +327,12 @@ class EngineLink:
                     if future is not None and not future.done():
                         future.set_result(result)
                 self._on_event(reply)
-            case messages.BlocksFinal() | transfer.Renewed() | transfer.Broken():
+            case (
+                messages.BlocksFinal()
+                | messages.ImageWanted()
+                | transfer.Renewed()
+                | transfer.Broken()
+            ):
                 self._on_event(reply)
             case messages.WeightsProgress(num_bytes, num_bytes_all):
                 self.loading = num_bytes, num_bytes_all
@@ -363,7 +369,7 @@ class EngineLink:
         kills = oom_kills()
         while True:
             try:
-                async with asyncio.timeout(_LOOK_S):
+                async with asyncio.timeout(until_tick_s(_LOOK_S)):
                     status = await process.wait()
                 break
             except TimeoutError:

@@ -199,6 +199,20 @@ class LoadProbe(msgspec.Struct, frozen=True, tag=True):
     num_bytes: int
 
 
+class EncodePool(msgspec.Struct, frozen=True, tag=True):
+    """Says whether there is an encode worker, from which the engine can request embeddings."""
+
+    is_up: bool
+
+
+class ImageEncoded(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ImageWanted`. The next frame has the embedding, fp32 [rows, hidden], unless
+    there is an `error`."""
+
+    request_id: int
+    error: str
+
+
 class DescribeSource(msgspec.Struct, frozen=True, tag=True):
     """Request the data with which a consumer can read this pool; answered by `ProducerReady`."""
 
@@ -228,7 +242,8 @@ Question = (
     | DescribeSource
     | CheckIntegrity
 )
-Command = SequenceCommand | ChainCommand | TransferCommand | Question | Shutdown
+ImageCommand = EncodePool | ImageEncoded
+Command = SequenceCommand | ChainCommand | TransferCommand | ImageCommand | Question | Shutdown
 
 # After one of these commands, no pull may write the sequence's blocks any more.
 ENDS_OF_PULLS = (Commit, CommitImport, ContinuePrefill, Remove, Restart)
@@ -278,6 +293,18 @@ class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
     """
 
     final_blocks: list[FinalBlocks]
+
+
+class ImageWanted(msgspec.Struct, frozen=True, tag=True):
+    """A prompt needs the embedding of an image, which an encode worker can compute; answered by
+    `ImageEncoded`."""
+
+    request_id: int
+    digest: bytes
+    data: bytes  # the image's file
+    num_rows: int
+    hidden_size: int  # numbers of a row
+    cache_salt: bytes  # of the prompt
 
 
 class PullsSettled(msgspec.Struct, frozen=True, tag=True):
@@ -332,7 +359,9 @@ class WeightsProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 TransferReply = PullsSettled | transfer.Renewed | transfer.Broken
-Event = Report | BlocksFinal | TransferReply  # messages that are sent without a request
+Event = (
+    Report | BlocksFinal | ImageWanted | TransferReply
+)  # messages that are sent without a request
 Answer = (
     transfer.PeerConnected
     | BlockData

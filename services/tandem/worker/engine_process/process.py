@@ -49,6 +49,7 @@ from tandem.transfer.thread import TransferThread
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.pool_transfers import PoolTransfers, serve_rank
 from tandem.worker.engine_process.pull_ledger import PullLedger
+from tandem.worker.engine_process.requested_images import RequestedImages
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class EngineProcess:
     def __init__(self, settings: messages.EngineSettings) -> None:
         load_ms: dict[str, float] = {}
         self._tier_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._requested = RequestedImages(self._send)
         self._runner, self._engine, fingerprint = self._load(settings, load_ms)
         on_cpu = self._runner.kv.device.type == "cpu"
         has_one_pool = self._runner.num_pools == 1
@@ -127,7 +129,8 @@ class EngineProcess:
         started = time.perf_counter()
         compiler = GrammarCompiler.of(folder)
         start_thread = partial(IoThread, on_job_end=partial(os.eventfd_write, self._tier_wake, 1))
-        images = make_image_rows(folder, runner, settings.engine)
+        self._requested.hidden_size = folder.config.hidden_size
+        images = make_image_rows(folder, runner, settings.engine, self._requested.fetch)
         engine = Engine(settings.engine, runner, folder.fingerprint, compiler, start_thread, images)
         load_ms["kv_pool"] = _ms_since(started)
         return runner, engine, folder.fingerprint
@@ -246,6 +249,10 @@ class EngineProcess:
                 self._transfer.connect(peer_id, ranks, transport)
             case messages.DisconnectPeer(peer_id, transport):
                 self._transfer.disconnect(peer_id, transport)
+            case messages.EncodePool(is_up):
+                self._requested.has_encoders = is_up
+            case messages.ImageEncoded():
+                self._requested.take(command, frames)
             case messages.DescribeSource(request_id):
                 self._transfer.producer(request_id)
             case messages.CheckIntegrity(request_id):

@@ -10,10 +10,10 @@ A fault is a condition that lasts for `engine_hang_timeout_s`:
 This module knows no requests. The worker passes `is_used`, which returns whether there is work.
 """
 
-import asyncio
 from collections.abc import Callable
 
 from tandem.common.config.worker import WorkerConfig
+from tandem.common.process.ticks import sleep_until_tick
 from tandem.common.worker_load import WorkerLoad
 from tandem.worker.engine_process.link import EngineLink
 
@@ -51,7 +51,7 @@ class EngineWatch:
 
     async def turn_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(TURN_S)
+            await sleep_until_tick(TURN_S)
             self.turn()
 
     def turn(self) -> None:

@@ -13,31 +13,36 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.config.worker import WorkerConfig
+from tandem.common.process.ticks import until_tick_s
 from tandem.engine.memory import read_memory
 from tandem.net.observability.log_file import FILE_VARIABLE
 
-_LOOK_S = 2.0
+_LOOK_S = 5.0
 
 
 class HostState:
-    """The current state of the host. Disk figures are at most `_LOOK_S` old."""
+    """The current state of the host. Figures of memory and disks are up to 1.5 * `_LOOK_S` old."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._folders = written_folders(*config.engine.tier_folders.values())
         self._disk = (0, 0)
+        self._memory = read_memory()
+        self._memory_read_at = time.monotonic()
         if self._folders:
             threading.Thread(target=self._look_for_ever, name="disks", daemon=True).start()
 
     def told(self) -> dict[str, Any]:
         """Returns the host's fields of the worker's record."""
-        memory = read_memory()
+        if (now := time.monotonic()) >= self._memory_read_at + _LOOK_S:
+            self._memory = read_memory()
+            self._memory_read_at = now
         disk_free_bytes, disk_total_bytes = self._disk
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "written_at": time.time(),
-            "memory_free_bytes": memory.free_bytes,
-            "memory_total_bytes": memory.total_bytes,
+            "memory_free_bytes": self._memory.free_bytes,
+            "memory_total_bytes": self._memory.total_bytes,
             "disk_free_bytes": disk_free_bytes,
             "disk_total_bytes": disk_total_bytes,
         }
@@ -45,7 +50,7 @@ class HostState:
     def _look_for_ever(self) -> None:
         while True:
             self._disk = fullest_disk(self._folders)
-            time.sleep(_LOOK_S)
+            time.sleep(until_tick_s(_LOOK_S))
 
 
 def written_folders(*kv_paths: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 from redis.exceptions import RedisError
 
+from tandem.common.config.cluster import pool_name
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.process.cancellation import cancel
 from tandem.net.store.client import UNREACHABLE, connect
@@ -35,7 +36,7 @@ async def start_and_tell(config: WorkerConfig, link: EngineLink) -> Ready:
 async def tell_failed(config: WorkerConfig, why: str) -> None:
     """Writes a notice that says why this worker ends before it serves. Redis may be unavailable."""
     redis = connect(config.cluster.redis_url)
-    told = LoadingNotice(config.role, failed=why[:_FAILED_MAX])
+    told = LoadingNotice(pool_name(config.group, config.role), failed=why[:_FAILED_MAX])
     try:
         async with asyncio.timeout(_END_DEADLINE_S):
             await Registry(redis, config.cluster).tell_loading(config.worker_id, told)
@@ -52,7 +53,7 @@ async def tell_loading(config: WorkerConfig, progress: Callable[[], tuple[int, i
     """
     redis = connect(config.cluster.redis_url)
     registry = Registry(redis, config.cluster)
-    told = LoadingNotice(config.role)
+    told = LoadingNotice(pool_name(config.group, config.role))
     try:
         while True:
             num_bytes, num_bytes_all = progress()

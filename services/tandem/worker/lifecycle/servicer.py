@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Collection, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import grpc
@@ -15,7 +12,6 @@ import msgspec
 from tandem.common.adapter import Adapter
 from tandem.common.config.cluster import Role
 from tandem.errors import ConfigError
-from tandem.net.observability.log_file import FILE_VARIABLE, NO_FILE, LogPosition, read_piece
 from tandem.net.rpc.convert import retention_of, to_message, to_struct
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
@@ -24,6 +20,7 @@ from tandem.prefix_index.entries import ENTRY_BYTES, NUM_BUCKETS, bucket_start
 from tandem.transfer.nixl.reach import host_identity
 from tandem.transfer.reads.messages import ProducerReady
 from tandem.worker.lifecycle.worker import Worker
+from tandem.worker.lifecycle.worker_log import read_log
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +87,7 @@ class Servicer(WorkerServicer):
         return pb.ResetPrefixCacheResponse(num_blocks=num_blocks)
 
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> pb.ReadLogResponse:
-        if not (path := os.environ.get(FILE_VARIABLE, "")):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, NO_FILE)
-        text, after = await asyncio.to_thread(
-            read_piece, Path(path), LogPosition.parse(request.after)
-        )
-        return pb.ReadLogResponse(text=text, after=str(after))
+        return await read_log(request, context)
 
     async def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:
         hashes = list(request.block_hashes)

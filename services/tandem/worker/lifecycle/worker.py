@@ -20,27 +20,22 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-import grpc.aio
 import msgspec
 
 from tandem.common.block_hash import HASH_VERSION
+from tandem.common.config.cluster import Role
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.process.garbage import exempt_loaded
 from tandem.common.worker_load import WorkerLoad
-from tandem.errors import ConfigError, WorkerLost
+from tandem.errors import WorkerLost
 from tandem.net.observability.traces import make_tracing
-from tandem.net.rpc.auth import KindInterceptor, TokenInterceptor
-from tandem.net.rpc.block_bytes import EncodedByHandler
-from tandem.net.rpc.certificates import CertificateFiles
-from tandem.net.rpc.failures import FailureInterceptor, quiet_peer_faults
-from tandem.net.rpc.options import SERVER_OPTIONS
-from tandem.net.rpc.peer_calls import add_port
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from tandem.net.store.registry import KvCompatibility, State, WorkerRecord
+from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer
+from tandem.net.store.registry import KvCompatibility, State, WorkerRecord, generation_of
 from tandem.transfer.reads.messages import Broken
 from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
+from tandem.worker.encoders import Encoders
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.program import EngineProgram
@@ -51,6 +46,7 @@ from tandem.worker.lifecycle.adapters import NamedAdapters
 from tandem.worker.lifecycle.drain import drain
 from tandem.worker.lifecycle.host_state import HostState
 from tandem.worker.lifecycle.kv_events import KvEvents
+from tandem.worker.lifecycle.listening import listen
 from tandem.worker.lifecycle.loading import start_and_tell
 from tandem.worker.lifecycle.membership import Membership
 from tandem.worker.lifecycle.role import RoleChange
@@ -89,11 +85,14 @@ class Worker:
     ) -> None:
         """`make_servicer` makes the gRPC service that calls this worker. `engine` is an engine
         process that runs already. If it is None, `run` starts one."""
+        assert config.role != "encode", "an encode worker has no KV (worker/encode/worker.py)"
+        self._pool: Role = config.role
         self.config = config
         self._make_servicer = make_servicer
         self._engine = engine
         self.epoch = uuid.uuid4().hex[:16]
         self.state: State = "starting"
+        self._has_joined = False  # whether routers can find this worker
         self._drain_until = math.inf  # time.monotonic() time of the drain's deadline, set by `stop`
         self._stopping = asyncio.Event()
         self._broken = ""  # reason why this process must end and be restarted; "" if there is none
@@ -165,14 +164,14 @@ class Worker:
             stopping.cancel()
 
     async def _serve(self, ready: messages.Ready) -> None:
-        server = self._listen()
+        server, self._address = listen(self.config, self._make_servicer(self))
         self._compose(ready)
         if self.config.events.kv_events:
             # The sockets are opened before the first step, so that no event is lost.
             self._events = await KvEvents.open(self.config)
         await server.start()
         exempt_loaded()
-        self.role = RoleChange(self.config.role, self.decode, self.prefill, self.tell_record)
+        self.role = RoleChange(self._pool, self.decode, self.prefill, self.tell_record)
         self._membership = membership = Membership(
             self.config.cluster,
             worker_id=self.config.worker_id,
@@ -192,6 +191,7 @@ class Worker:
             self._on_event(event)
         try:
             if await self._unless(self._stopping.wait(), membership.join(self.compatibility)):
+                self._has_joined = True
                 log.info(
                     "%s worker %s is ready at %s",
                     self.role.role,
@@ -216,6 +216,7 @@ class Worker:
         finally:
             probes.cancel()
             await self.peers.aclose()
+            await self._encoders.aclose()
             await membership.leave()
             self.decode.end_streams()
             events = self._events
@@ -252,9 +253,16 @@ class Worker:
         self.rates = Rates(config, ready.rates)
         pairing = Pairing(config, self.epoch, self.link, self.rates, self.compatibility)
         self.peers = Peers(config, self.rates, pairing)
+        self._encoders = Encoders(
+            config, self.link, ready.model_fingerprint, self._metrics.on_encode_request
+        )
+        self._metrics.encode_workers.set_function(lambda: self._encoders.num_workers)
         parts = WorkerParts(config, self.link, self.rates, self._metrics, self._tracing)
         producers = self._producers(ready)
-        self._probes = Probes(lambda: self.state, lambda: self.link.send(messages.ListChains(0, 0)))
+        self._probes = Probes(
+            lambda: self.state if self._has_joined else "starting",
+            lambda: self.link.send(messages.ListChains(0, 0)),
+        )
         self._warmer = Warmer(config, self.link, producers.prefixes, self._metrics)
         self.prefill = PrefillService(
             parts, producers.prefixes, epoch=self.epoch, num_blocks=ready.num_blocks
@@ -283,31 +291,6 @@ class Worker:
         )
         return Producers(self.peers, prefixes, make_lease)
 
-    def _listen(self) -> grpc.aio.Server:
-        """Returns a gRPC server that is bound to its port and not started yet."""
-        quiet_peer_faults()
-        cluster = self.config.cluster
-        tls_dir = self.config.tls_dir
-        server = grpc.aio.server(
-            interceptors=[
-                TokenInterceptor(cluster.token),
-                *([KindInterceptor(cluster.cluster_id)] if tls_dir else []),
-                FailureInterceptor(),
-                EncodedByHandler(),
-            ],
-            options=SERVER_OPTIONS,
-        )
-        add_WorkerServicer_to_server(self._make_servicer(self), server)  # type: ignore[no-untyped-call]
-        wanted = f"{self.config.host}:{self.config.port}"
-        try:
-            port = add_port(
-                server, wanted, CertificateFiles.in_folder(tls_dir) if tls_dir else None
-            )
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {wanted}: {error}") from error
-        self._address = f"{self.config.host}:{port}"
-        return server
-
     def _on_event(self, event: messages.Event) -> None:
         if self.state == "starting":
             self._early.append(event)
@@ -317,6 +300,8 @@ class Worker:
                 self._on_report(event)
             case messages.BlocksFinal(final_blocks):
                 self.prefill.on_final_blocks(final_blocks)
+            case messages.ImageWanted():
+                self._encoders.on_wanted(event)
             case _:
                 self._metrics.on_transfer(event)
                 if isinstance(event, Broken):
@@ -351,6 +336,7 @@ class Worker:
             await self._warmer.run(await self.peers.all_connected())
 
     def _on_records(self, records: list[WorkerRecord]) -> None:
+        self._encoders.update(records)
         records = [r for r in records if not self.compatibility.differences(r.compatibility)]
         self.adapters.adopt(records)
         self.peers.update(records)
@@ -372,7 +358,8 @@ class Worker:
             epoch=self.epoch,
             role=self.role.role,
             pool=self.config.role,
-            generation=self.config.generation,
+            generation=generation_of(self.config.group, self.config.generation),
+            group=self.config.group,
             state=self.state,
             address=self._address,
             metrics_address=self._metrics_address,

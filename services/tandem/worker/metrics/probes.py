@@ -10,11 +10,11 @@ seconds, the engine gets a command that it must answer. So a hang of an idle eng
 before the next request arrives.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tandem.common.process.ticks import sleep_until_tick
 from tandem.net.bounded_server import WsgiApp
 
 LOOP_HANG_S = 15.0
@@ -36,7 +36,7 @@ class Probes:
     async def turn_for_ever(self) -> None:
         reported_at = time.monotonic()
         while True:
-            await asyncio.sleep(_TURN_S)
+            await sleep_until_tick(_TURN_S)
             self._turned_at = time.monotonic()
             if self._turned_at - reported_at >= ASK_INTERVAL_S:
                 reported_at = self._turned_at

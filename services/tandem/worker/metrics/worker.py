@@ -149,6 +149,20 @@ class WorkerMetrics(MetricSet):
         "tandem_blocks_warmed",
         "KV blocks that this worker copied from other workers when it was new",
     )
+    encode_workers = gauge(
+        "tandem_encode_workers", "Encode workers from which this worker requests images"
+    )
+    _encode_requests = counter(
+        "tandem_encode_requests",
+        "Images that this worker requested from encode workers, by outcome (encoded, busy, late, "
+        "lost, wrong). It computed all but those with the outcome encoded itself",
+        "outcome",
+    )
+    image_s = histogram(
+        "tandem_image_seconds",
+        "Seconds in which this encode worker computed an image",
+        (*_SECONDS, 60, 120),
+    )
     _transfer = histogram(
         "tandem_transfer_seconds",
         "Duration of all pulls of a prompt, in seconds",
@@ -234,6 +248,9 @@ class WorkerMetrics(MetricSet):
     def on_preemptions(self, num_preemptions: int) -> None:
         self._preemptions.inc(num_preemptions)
         self.tally.add_preemptions(num_preemptions)
+
+    def on_encode_request(self, outcome: str) -> None:
+        self._encode_requests.labels(**self._labels, outcome=outcome).inc()
 
     def on_choice(self, choice: str, turn: str) -> None:
         self._prefill_choices.labels(**self._labels, choice=choice, turn=turn).inc()

@@ -52,7 +52,7 @@ def test_a_line_of_traffic_has_rates_and_is_empty_without_traffic() -> None:
     busy = msgspec.structs.replace(idle, load=load)
     records = [busy, msgspec.structs.replace(busy, role="prefill")]
     assert traffic_line(before, now, 10.0, records) == (
-        "[dim]requests: 3 finished, 3 decoding, 8 in prefill or queued; tokens/s: 101 in, "
+        "[dim]requests: 3 finished, 6 decoding, 8 in prefill or queued; tokens/s: 101 in, "
         "21 out; KV 0% used; 50% of the prompts cached[/]"
     )
     assert traffic_line(before, before, 10.0, [idle]) == ""

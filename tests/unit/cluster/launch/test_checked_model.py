@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.cluster.launch.checked_model import find_local_model
+from tandem.cluster.launch import checked_model
+from tandem.cluster.launch.checked_model import find_local_model, with_draft_path
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.common.config.engine import EngineOptions
+from tandem.common.speculation import parse_speculation
 from tandem.errors import ConfigError
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import make_tiny_model
@@ -40,6 +42,24 @@ def test_a_model_and_its_adapters_pass(folder: Path, tmp_path: Path) -> None:
     model = find_local_model(options(folder, **with_adapter(tmp_path / "adapter")))
     assert model is not None
     assert model.path == folder
+
+
+def test_a_text_model_has_no_encode_workers(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--encode 1 cannot be used: this model takes text only"):
+        find_local_model(replace(options(folder), num_encode=1))
+
+
+def test_workers_that_take_no_images_have_no_encode_workers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked_model, "read_rules", lambda model: object())
+    assert find_local_model(replace(options(folder), num_encode=1)) is not None
+    for engine, why in (
+        ({"tensor_parallel": 2}, "several ranks"),
+        ({"kernels": "triton"}, "Triton"),
+    ):
+        with pytest.raises(ConfigError, match=f"--encode 1 cannot be used: .*{why}"):
+            find_local_model(replace(options(folder, **engine), num_encode=1))
 
 
 def test_what_may_have_to_be_downloaded_is_left_for_later() -> None:
@@ -178,6 +198,34 @@ def test_settings_that_the_model_cannot_have(folder: Path, tmp_path: Path) -> No
     assert find_local_model(options(latent)) is not None
     with pytest.raises(ConfigError, match="KV dtype int4 is not supported with latent attention"):
         find_local_model(options(latent, kv_dtype="int4"))
+
+
+def test_a_draft_model_is_checked_and_gets_an_absolute_path(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_model("mistral-window", tmp_path / "draft")
+    make_tiny_model("llama", tmp_path / "other", vocab_size=201)
+    monkeypatch.chdir(tmp_path)
+
+    def drafted(path: str) -> LaunchOptions:
+        given = {"method": "draft_model", "model": path, "num_speculative_tokens": 4}
+        return options(folder, speculative_config=json.dumps(given))
+
+    model = find_local_model(drafted("./draft"))
+    assert model is not None
+    setting = parse_speculation(
+        with_draft_path(drafted("./draft"), model).engine.speculative_config
+    )
+    assert setting is not None
+    assert setting.model == str(tmp_path / "draft")
+    assert with_draft_path(options(folder), model) == options(folder)
+    with pytest.raises(ConfigError, match="its vocab_size is 201; it must be that of the model"):
+        find_local_model(drafted("./other"))
+    file = tmp_path / "draft" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, file)
+    with pytest.raises(ConfigError, match="draft"):
+        find_local_model(drafted("./draft"))
 
 
 @pytest.mark.parametrize(

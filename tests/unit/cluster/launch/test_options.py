@@ -12,6 +12,7 @@ from tandem.cluster.launch.options import (
     check_gpus,
     make_spec,
 )
+from tandem.cluster.pools import plan
 from tandem.common import cuda_build
 from tandem.common.config.cluster import Pool
 from tandem.common.config.router import AdmissionOptions
@@ -51,6 +52,22 @@ def test_what_it_is_told_reaches_the_processes() -> None:
         assert worker.transfer == options.transfer
         engine = worker.engine
         assert (engine.num_blocks, engine.itl_limit_s, engine.num_threads) == (9, 0.25, 2)
+
+
+def test_encode_workers_are_a_pool_only_if_it_has_a_size() -> None:
+    folders = {"cluster_id": "c", "run_folder": Path("/run"), "model": Path("m")}
+    assert "encode" not in make_spec(LaunchOptions(), **folders).pools  # type: ignore[arg-type]
+    options = parse(LaunchOptions, "tandem up", ["--encode", "2", "--encode-deadline", "5"])
+    spec = make_spec(options, **folders)  # type: ignore[arg-type]
+    assert spec.wanted == {"router": 1, "prefill": 1, "decode": 1, "encode": 2}
+    worker = parse_worker(command(options, "encode"))
+    assert (worker.role, worker.transfer.encode_deadline_s) == ("encode", 5)
+    assert parse_worker(command(options, "prefill")).transfer.encode_deadline_s == 5
+    members, _ = plan(spec, spec.wanted, [])
+    assert sum(m.pool == "encode" for m in members) == 2
+    shrunk, leaving = plan(spec, {**spec.wanted, "encode": 0}, members)
+    assert not shrunk
+    assert [m.pool for m in leaving] == ["encode", "encode"]
 
 
 def test_a_process_of_its_own_serves_grpc() -> None:

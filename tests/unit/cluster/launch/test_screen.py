@@ -92,3 +92,11 @@ def test_plain_torch_and_missing_decode_workers_are_named(
     shown = capsys.readouterr().out
     assert "ready" not in shown
     assert "no request is served: there is no decode worker" in shown
+
+
+def test_no_chat_is_suggested_for_a_model_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = LaunchScreen(LaunchOptions())
+    screen.show_ready("m", MEMBERS, [], "/logs", generates=False)
+    shown = capsys.readouterr().out
+    assert "tandem chat" not in shown
+    assert "/v1/models lists its tasks" in shown

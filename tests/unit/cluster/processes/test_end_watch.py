@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 
@@ -47,3 +48,20 @@ def test_who_is_forgotten_is_not_told(sleepers: list[subprocess.Popen[bytes]]) -
     assert watch.wait() == "b"
     watch.add("a", sleepers[0].pid)  # a name that was forgotten may be watched again
     assert watch.wait() == "a"
+
+
+def test_output_and_its_end_are_told_as_often_as_they_are_watched() -> None:
+    read_end, write_end = os.pipe()
+    watch = EndWatch()
+    watch.add_output("a", read_end)
+    assert watch.wait(0.0) is None
+    os.write(write_end, b"line\n")
+    assert watch.wait() == "a"
+    assert watch.wait(0.0) is None
+    assert os.read(read_end, 10) == b"line\n"
+    watch.add_output("a", read_end)
+    assert watch.wait(0.0) is None
+    os.close(write_end)
+    assert watch.wait() == "a"
+    watch.close()
+    os.close(read_end)

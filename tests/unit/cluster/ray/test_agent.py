@@ -1,217 +1,219 @@
-"""An agent made anew, as Ray does when it died: what it starts, adopts, and leaves alone.
-
-Nobody hears it: the controller is down, too. What is known of the process is in the run folder.
-"""
+"""An agent without Ray: what it keeps after a restart, and which changes its controller hears."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, Queue
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+import ray
+from redis import Redis
 
-from tandem.cluster.gpus import VISIBLE
 from tandem.cluster.pools import ClusterSpec, Member, MemberState, PoolCommand
-from tandem.cluster.processes import leave_node, process
-from tandem.cluster.processes.owned import Owned
+from tandem.cluster.processes import guardian, process
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tandem.cluster.processes.keeper import Keepers
+from tandem.cluster.processes.owned import Owned, write_spec
 from tandem.cluster.ray import agent as agent_module
-from tandem.cluster.ray.agent import Agent
-from tandem.common.config.cluster import LEAVE_SIGNAL, RUN_FOLDER_VARIABLE
+from tandem.cluster.ray.agent import Agent, RemoteAgent, Seen
+from tandem.common.config.cluster import (
+    CLUSTER_ID_VARIABLE,
+    REDIS_URL_VARIABLE,
+    RUN_FOLDER_VARIABLE,
+)
+from tests.harness.waiting import wait_until
 
 WAIT = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
-MEMBER = Member(member_id="decode-0", pool="decode", ordinal=3)  # as it was when Ray first made it
+CLUSTER = "agent-test"
 
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterSpec:
-    def no_actor(name: str) -> None:
-        raise ValueError(f"there is no {name}")
-
-    monkeypatch.setattr(agent_module.ray, "get_actor", no_actor)
-    return ClusterSpec(
-        cluster_id="c",
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterSpec]:
+    """The spec of host h, whose agent is tested."""
+    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CLUSTER_ID_VARIABLE, CLUSTER)
+    spec = ClusterSpec(
+        cluster_id=CLUSTER,
         run_folder=str(tmp_path),
         pools={"decode": PoolCommand(WAIT)},
         wanted={"decode": 1},
         cores=[],
         drain_deadline_s=10.0,
+        host_id="h",
     )
+    write_spec(tmp_path, spec)
+    yield spec
+    guardian.end_cluster(CLUSTER, 0.1)
 
 
-def write(folder: Path, *states: MemberState) -> None:
-    """Writes the controller's state: one member for each state, `MEMBER` first."""
-    members = [
-        Member(member_id=f"decode-{n}", pool="decode", ordinal=3 + n, state=state)
-        for n, state in enumerate(states)
-    ]
-    Owned({"decode": 1}, members).write(folder)
+@pytest.fixture
+def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Redis]:
+    with EmbeddedRedis(tmp_path / "redis") as server, Redis.from_url(server.url) as client:
+        monkeypatch.setenv(REDIS_URL_VARIABLE, server.url)
+        yield client
 
 
-def until(agent: Agent, state: MemberState, *, not_pid: int = -1) -> tuple[int, int]:
-    """Waits until the agent reports its process in that state, and returns (pid, starts)."""
-    give_up_at = time.monotonic() + 30
-    while True:
-        _, now, pid, num_starts, *_ = agent.status()
-        if now == state and pid != not_pid:
-            return pid, num_starts
-        assert time.monotonic() < give_up_at, agent.status()
-        time.sleep(0.01)
+def a_member(number: int, state: MemberState = "pending", host: str = "h") -> Member:
+    return Member(f"decode-{number}", "decode", number, state=state, host=host)
 
 
-def end(agent: Agent) -> None:
-    agent.drain()
-    until(agent, "gone")
+def until(agent: Agent, seen: Seen, **states: MemberState) -> tuple[Seen, dict[str, int]]:
+    """Reads changes until the processes have these states. Returns what was seen, and the pids."""
+    pids: dict[str, int] = {}
+    now: dict[str, MemberState] = {}
+    while now != {name.replace("_", "-"): state for name, state in states.items()}:
+        seen, reports = agent.changes(seen)
+        for report in reports:
+            now[report.keeper_name.rpartition("-")[0]] = report.state
+            pids[report.keeper_name.rpartition("-")[0]] = report.pid
+    return seen, pids
 
 
-@pytest.mark.parametrize("states", [["draining", "running"], []])
-def test_one_on_its_way_out_or_forgotten_is_not_started(
-    spec: ClusterSpec, tmp_path: Path, states: list[MemberState]
+def own(*members: Member) -> bytes:
+    return msgspec.json.encode(Owned({"decode": len(members)}, list(members)))
+
+
+@pytest.mark.timeout(60)
+def test_a_restarted_agent_keeps_the_processes_of_its_host(
+    spec: ClusterSpec, redis: Redis, tmp_path: Path
 ) -> None:
-    write(tmp_path, *states)
-    assert until(Agent(spec, MEMBER), "gone") == (0, 0)
-    assert not (tmp_path / "processes").exists()
+    """The controller may be down. The processes of other hosts and those of a lost host are none
+    of its business; one that drained is ended for good."""
+    members = [a_member(0, "running"), a_member(1, "draining"), a_member(2, "lost")]
+    redis.set(f"{{tandem:{CLUSTER}}}:owned", own(*members, a_member(3, "running", host="other")))
+    agent = Agent(spec, None)
+    seen, pids = until(agent, ("", 0), decode_0="running", decode_1="gone")
+    assert [found.process_id for found in process.find_all(tmp_path)] == ["decode-0"]
+
+    # the next one, as Ray makes it, adopts the process
+    again = Agent(spec, None)
+    seen, now = until(again, seen, decode_0="running", decode_1="gone")
+    assert now["decode-0"] == pids["decode-0"]
+    for each in (agent, again):
+        each.drain(members[0].keeper_name)
+    until(again, seen, decode_0="gone")
 
 
-def test_one_that_still_runs_on_its_way_out_is_ended(spec: ClusterSpec, tmp_path: Path) -> None:
-    left = process.start("decode-0", WAIT, tmp_path, os.environ)
-    write(tmp_path, "draining")
-    assert until(Agent(spec, MEMBER), "gone") == (0, 0)
-    assert left.wait(0)
-    left.close()
-
-
-def test_one_that_ended_when_nobody_could_tell_its_agent_is_not_started_again(
-    spec: ClusterSpec, tmp_path: Path
+@pytest.mark.timeout(60)
+def test_changes_are_heard_once_and_a_new_controller_hears_all(
+    spec: ClusterSpec, redis: Redis
 ) -> None:
-    write(tmp_path, "running")
-    agent = Agent(spec, MEMBER)
-    until(agent, "running")
-    write(tmp_path, "draining")
-    running = process.find("decode-0", tmp_path)
-    assert running is not None
-    running.stop(10)
-    running.close()
-    assert until(agent, "gone") == (0, 1)
+    known = [a_member(0), a_member(1)]
+    redis.set(f"{{tandem:{CLUSTER}}}:owned", own(*known))
+    agent = Agent(spec, None)
+    for member in known:
+        agent.keep(member)  # it may know them already
+    seen, pids = until(agent, ("", 0), decode_0="running", decode_1="running")
+
+    heard: list[tuple[Seen, list[str]]] = []
+
+    def listen() -> None:
+        now, reports = agent.changes(seen)
+        heard.append((now, [report.state for report in reports]))
+
+    waits = threading.Thread(target=listen)
+    waits.start()
+    waits.join(0.2)
+    assert waits.is_alive(), "nothing has changed"
+
+    # a new controller; the call of the old one ends, or such calls would use up the agent's threads
+    new, all_pids = until(agent, ("", 0), decode_0="running", decode_1="running")
+    assert all_pids == pids
+    next_call = threading.Thread(target=agent.changes, args=(new,))
+    next_call.start()
+    waits.join(30)
+    assert heard == [(seen, [])]
+
+    agent.drain(known[1].keeper_name)
+    next_call.join(30)
+    last, _ = until(agent, new, decode_1="gone")
+    seen, reports = agent.changes(("", 0))
+    assert {report.keeper_name: report.state for report in reports} == {
+        known[0].keeper_name: "running",
+        known[1].keeper_name: "gone",  # nobody has said yet that it was heard
+    }
+    agent.drain(known[0].keeper_name)
+    until(agent, last, decode_0="gone")
+    _, reports = agent.changes(("", 0))
+    assert [report.keeper_name for report in reports] == [known[0].keeper_name]
 
 
-def test_on_a_node_that_is_about_to_end_a_process_drains_and_its_agent_stays(
+def test_an_agent_without_redis_starts_nothing(
     spec: ClusterSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(RUN_FOLDER_VARIABLE, raising=False)
-    spec = msgspec.structs.replace(spec, on_nodes=True)
-    agent = Agent(spec, MEMBER)
-    pid, _ = until(agent, "running")
-    assert leave_node.leave(tmp_path, 10.0) == []
-    assert until(agent, "draining", not_pid=pid) == (0, 0)
-    # One that Ray makes anew, or that is placed there by mistake, starts nothing.
-    again = Agent(spec, msgspec.structs.replace(MEMBER, member_id="decode-1"))
-    assert until(again, "draining") == (0, 0)
-    assert process.find_all(tmp_path) == []
+    """Its first members may be long gone, and only Redis knows. The controller's call counts."""
+    known: list[Owned | None] = [Owned({}, []), None, None]  # the last one is read first
+    answers = iter(lambda: known.pop() if known else Owned({}, []), 0)
+    monkeypatch.setattr(Keepers, "read_owned", lambda _: next(answers))
+    monkeypatch.setattr(agent_module, "_RETRY_S", 0.1)
+    agent = Agent(spec, None)
+    assert agent.changes(("", 0))[1] == []
+    wait_until(lambda: not known, 30)
+    assert agent.changes(("", 0))[1] == []
+    monkeypatch.setattr(Keepers, "read_owned", lambda _: Owned({}, [a_member(0)]))
+    agent.keep(a_member(0))
+    seen, _ = until(agent, ("", 0), decode_0="running")
+    assert [found.process_id for found in process.find_all(tmp_path)] == ["decode-0"]
+    agent.drain(a_member(0).keeper_name)
+    until(agent, seen, decode_0="gone")
 
 
-def test_a_node_that_ends_waits_for_its_processes_until_the_deadline(tmp_path: Path) -> None:
-    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile 1: signal.pause()"
-    running = process.start("deaf", [sys.executable, "-S", "-c", deaf], tmp_path, os.environ)
-    try:
-        wait_until_it_is_deaf(running.pid)
-        assert leave_node.leave(tmp_path, 0.2) == ["deaf"]
-        assert not running.wait(0)
-    finally:
-        running.stop(0)
-        running.close()
-    assert leave_node.leave(tmp_path, 10.0) == []
+class InProcess:
+    """Calls of an agent's method as Ray's handle makes them, each in a thread."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.num_calls = 0
+
+    def remote(self, *arguments: Any) -> InProcess:
+        self.num_calls += 1
+        self._ended: Future[Any] = Future()
+        ended = self._ended
+        threading.Thread(
+            target=lambda: ended.set_result(self._method(*arguments)), daemon=True
+        ).start()
+        return self
+
+    def future(self) -> Future[Any]:
+        return self._ended
 
 
-def test_a_prepared_run_folder_ends_no_foreign_process(
-    spec: ClusterSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def no_actor(name: str) -> None:
+    raise ValueError(name)
+
+
+def test_two_controllers_do_not_call_an_agent_without_pause(
+    spec: ClusterSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default folder of a node has a name that a local user can take before."""
-    folder = tmp_path / "prepared"
-    folder.mkdir()
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(folder))
-    for take in (
-        lambda: leave_node.leave(folder, 10.0),
-        lambda: Agent(msgspec.structs.replace(spec, on_nodes=True), MEMBER),
-    ):
-        with pytest.raises(PermissionError, match="prepared belongs to user"):
-            take()
-    assert not list(folder.iterdir())
-
-
-def wait_until_it_is_deaf(pid: int) -> None:
-    """Waits until a process ignores SIGTERM."""
-    give_up_at = time.monotonic() + 30
-    while True:
-        (ignored,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-        if int(ignored, 16) >> (signal.SIGTERM - 1) & 1:
-            return
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-
-
-def test_a_router_of_several_hosts_is_told_before_it_ends(
-    spec: ClusterSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = tmp_path / "said"
-    script = (
-        "import signal, sys\n"
-        "def say(number, _): open(sys.argv[1], 'a').write(f'{number} ')\n"
-        "signal.signal(signal.SIGUSR1, say)\n"
-        "signal.signal(signal.SIGTERM, lambda *found: (say(*found), sys.exit()))\n"
-        "say(0, None)\n"
-        "while True: signal.pause()"
-    )
-    command = PoolCommand([sys.executable, "-S", "-c", script, str(said)])
-    spec = msgspec.structs.replace(spec, pools={"router": command}, leave_notice_s=0.5)
-    monkeypatch.setattr(agent_module, "read_spec", lambda _: spec)
-    monkeypatch.setattr(Agent, "_read_owned", lambda _: None)
-    monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path))
-    agent = Agent(spec, Member(member_id="router-1", pool="router", ordinal=3, host="h"))
-    give_up_at = time.monotonic() + 30
-    while not said.exists():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-    end(agent)
-    assert said.read_text().split() == ["0", str(LEAVE_SIGNAL.value), str(signal.SIGTERM.value)]
-
-
-def test_a_worker_sees_only_its_gpu(
-    spec: ClusterSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = tmp_path / "said"
-    script = (
-        "import os, signal, sys\n"
-        "with open(sys.argv[1] + '.new', 'w') as file: file.write(os.environ[sys.argv[2]])\n"
-        "os.rename(sys.argv[1] + '.new', sys.argv[1])\n"
-        "signal.pause()"
-    )
-    command = PoolCommand([sys.executable, "-S", "-c", script, str(said), VISIBLE], device="cuda")
-    monkeypatch.setenv(VISIBLE, "4,GPU-5b1f,6")
-    spec = msgspec.structs.replace(spec, pools={"decode": command})
-    agent = Agent(spec, msgspec.structs.replace(MEMBER, gpus=[1]))
-    give_up_at = time.monotonic() + 30
-    while not said.exists():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-    assert said.read_text() == "GPU-5b1f"
-    end(agent)
-
-
-@pytest.mark.parametrize("is_written", [False, True])
-def test_one_that_is_wanted_is_started_and_started_again(
-    spec: ClusterSpec, tmp_path: Path, is_written: bool
-) -> None:
-    if is_written:
-        write(tmp_path, "running", "draining")
-    agent = Agent(spec, MEMBER)
-    first, _ = until(agent, "running")
-    os.kill(first, 9)
-    _, num_starts = until(agent, "running", not_pid=first)
-    assert num_starts == (2 if is_written else 1), "the first start of all is none after an end"
-    end(agent)
+    """A controller that cannot reach Redis does not know yet that another one has replaced it, and
+    each one's call ends that of the other."""
+    monkeypatch.setattr(Keepers, "read_owned", lambda _: Owned({}, []))
+    calls = InProcess(Agent(spec, None).changes)
+    monkeypatch.setattr(RemoteAgent, "_connect", lambda _: SimpleNamespace(changes=calls))
+    monkeypatch.setattr(ray, "get_actor", no_actor)
+    posted: Queue[Callable[[], None]] = Queue()
+    for _ in range(2):
+        RemoteAgent(
+            "agent-h",
+            spec,
+            None,
+            replaces="",
+            resources={},
+            labels={},
+            post=posted.put,
+            report=lambda _: None,
+        )
+    until_s = time.monotonic() + 2 * agent_module._RETRY_S
+    while (left_s := until_s - time.monotonic()) > 0:
+        with suppress(Empty):
+            posted.get(timeout=left_s)()
+    assert calls.num_calls <= 12

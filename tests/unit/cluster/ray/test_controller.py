@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from redis import Redis
 
 from tandem.cluster.pools import ClusterSpec, Host, Member, PoolCommand
@@ -15,6 +18,7 @@ from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.head_lease import HeadLease
 from tandem.cluster.processes.owned import Owned, SharedOwned, read
 from tandem.cluster.ray import controller as controller_module
+from tandem.cluster.ray.agent import RemoteAgent
 from tandem.cluster.ray.controller import PoolController
 from tandem.cluster.ray.node import HOST_LABEL
 from tandem.common.config.cluster import REDIS_URL_VARIABLE
@@ -100,14 +104,32 @@ def test_a_member_that_drained_with_its_node_is_not_kept_as_lost(
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("without_redis")
+def test_the_agent_of_a_host_that_has_left_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent of a host that is lost for now, and has members, waits for its host."""
+    ended = list[RemoteAgent]()
+    monkeypatch.setattr(RemoteAgent, "end", lambda agent: ended.append(agent))
+    lost = Member("decode-0", "decode", 0, state="lost", host="lost")
+    Owned({"decode": 0}, [lost]).write(tmp_path)
+    controller = PoolController(a_spec(tmp_path, wanted={"decode": 0}))
+    agents = {host: RemoteAgent.__new__(RemoteAgent) for host in ("left", "lost")}
+    controller._agents.update(agents)
+    controller.scale({"decode": 0})
+    wait_for(lambda: ended, deadline_s=30, what="the end of the agent")
+    assert ended == [agents["left"]]
+    assert controller._agents.keys() == {"", "lost"}
+
+
 def test_a_restarted_controller_keeps_the_members_of_a_head_that_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray restarts the actor with the spec of its first start, when that host was lost. Members are
-    placed on a host that is expected and has not joined yet."""
+    """It is restarted with the spec of its first start, when that host was lost. Members are placed
+    on a host that is expected and has not joined yet."""
     nodes = [{"Alive": True, "Labels": {HOST_LABEL: host}} for host in ("a", "back")]
     attached = dict[str, str]()
-    monkeypatch.setattr(controller_module.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(PoolController, "_attach", lambda _, m: attached.update({m.pool: m.host}))
     monkeypatch.setattr(controller_module.HostWatch, "start", lambda *_: None)
     monkeypatch.setattr(controller_module.ScaleChannel, "start", lambda _: None)
@@ -159,3 +181,16 @@ def test_a_redis_that_lost_all_gets_the_state_again(
             redis.flushall()
         wait_for(lambda: wanted() == {"decode": 2}, deadline_s=10, what="the size once more")
         controller._channel.supersede()
+
+
+def test_the_controller_of_one_machine_does_not_import_ray(tmp_path: Path) -> None:
+    program = f"""
+import sys
+from tandem.cluster.ray import controller
+controller.ScaleChannel.start = lambda _: None
+controller.ScaleChannel.publish = lambda *_: None
+controller.PoolController(controller.ClusterSpec("c", {str(tmp_path)!r}, {{}}, {{}}, [], 1.0))
+assert "ray" not in sys.modules
+"""
+    environment = {REDIS_URL_VARIABLE: "redis://127.0.0.1:1"}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment)

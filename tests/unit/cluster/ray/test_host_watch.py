@@ -92,10 +92,23 @@ def test_without_an_own_host_each_node_of_ray_is_one(clock: list[float]) -> None
 
 def test_a_host_tells_its_gpus_beside_its_cores() -> None:
     watch = HostWatch(Host("a", [0]))
-    labels = RayNode(host_id="b", cores="0-1", num_gpus=8).node_labels
+    node_b = RayNode(host_id="b", cores=[0, 2, 1, 3], numa=[2, 2], num_gpus=8)
+    labels = node_b.node_labels
     watch._take([node("a"), {"Alive": True, "Labels": labels}])
-    assert (watch.alive["b"].cores, watch.alive["b"].num_gpus) == ([0, 1], 8)
-    assert watch.alive["a"].num_gpus == 0, "a host of another version tells none"
+    assert watch.alive["b"].cores_by_node == [[0, 2], [1, 3]]
+    assert watch.alive["b"].num_gpus == 8
+    # a host of another version tells neither
+    assert (watch.alive["a"].cores_by_node, watch.alive["a"].num_gpus) == ([[0, 1, 4]], 0)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 8])
+def test_all_cores_are_told_if_their_nodes_need_too_many_characters(num_nodes: int) -> None:
+    by_node = [list(range(first, 64, num_nodes)) for first in range(num_nodes)]
+    cores = [core for node in by_node for core in node]
+    watch = HostWatch(Host("a", [0]))
+    labels = RayNode(host_id="b", cores=cores, numa=[len(node) for node in by_node]).node_labels
+    watch._take([node("a"), {"Alive": True, "Labels": labels}])
+    assert watch.alive["b"].cores_by_node == [list(range(64))]
 
 
 @pytest.mark.parametrize("cores", [[], [0], [0, 1, 2, 3], [0, 2, 3, 9]])

@@ -23,7 +23,6 @@ _TAKEN = {
             "temp_dir",
             "num_cpus",
             "num_gpus",
-            "resources",
             "object_store_memory",
             "include_dashboard",
             "include_log_monitor",

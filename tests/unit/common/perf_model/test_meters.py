@@ -76,6 +76,17 @@ def test_the_first_step_tells_the_order_of_magnitude(scale: float) -> None:
     assert worst_error(meter, a_rate(scale)) < 1.0
 
 
+def test_a_small_rest_beside_a_known_time_is_not_fitted_too_low() -> None:
+    """The whole durations have errors of 15%, which is as much as the rest itself."""
+    rng = Random(3)
+    meter = LinearMeter((0.005, 0.005))
+    for _ in range(300):
+        num = rng.randint(5, 20)
+        meter.observe((1.0, num), (0.08 + 0.001 * num) * rng.uniform(0.85, 1.15), known_s=0.08)
+    fixed_s, token_s = meter.coefficients
+    assert fixed_s + 12 * token_s == pytest.approx(0.012, rel=0.25)
+
+
 def test_one_step_that_was_put_aside_changes_little() -> None:
     meter = prefill_meter()
     feed(meter, a_rate(1.0), Random(0), 100, 0.02, 0.0)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tandem.engine.cache.kv_cache import KvCache
+from tandem.engine.cache.kv_cache import BlockDemand, KvCache
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvGroup, KvLayout
 from tandem.engine.cache.transfer_order import transfer_order
@@ -24,7 +24,7 @@ def test_what_a_prompt_of_gemma_3s_shape_moves() -> None:
     layout = KvLayout((KvGroup((5, 11, 17), None, full), KvGroup((0,), 512, window)))
     one_pool = BlockLayout(300, num_layers=18, **sizes)
     kv, num_blocks = KvCache(layout), 250
-    tables = kv.reserve([], 0, num_tokens=4000, resume=249 * 16)
+    tables = kv.reserve(BlockDemand(num_tokens=4000, resume=249 * 16))
     assert tables is not None
     moved = transfer_order(layout, tables, 0, num_blocks, depth=249)
     assert layout.spans.num_bytes(moved) / (num_blocks * one_pool.block_bytes) < 0.277

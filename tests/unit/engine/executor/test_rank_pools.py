@@ -30,11 +30,14 @@ from tandem.engine.scheduler.batch import StepBatch
 from tandem.engine.tiers import make_tiers
 from tandem.engine.tiers.object_store import lookups
 from tandem.engine.tiers.tier import LoadRate
+from tandem.engine.types import Mode
 from tandem.errors import ConfigError, InternalError
 from tandem.models.folder import ModelFolder
 from tandem_kernels.native.library import RankEnded
+from tests.engine_driver import drive_all, make_spec
 from tests.model_engines import make_model_engine
 from tests.step_batches import mixed_steps, place
+from tests.tiny_models import make_tiny_model
 from tests.unit.engine.executor.test_ranks import CHUNKS, PROMPTS, runner_of, tiny
 from tests.unit.engine.tiers.test_tiers import run as answer
 
@@ -269,7 +272,7 @@ def test_a_block_in_a_tier_does_not_depend_on_the_number_of_ranks(
     """An engine loads what an engine with another number of ranks has written."""
     if tier == "store":
         store = pytest.importorskip("obstore").store.MemoryStore()
-        monkeypatch.setattr(make_tiers, "open_store", lambda _: store)
+        monkeypatch.setattr(make_tiers, "open_store", lambda *_, **__: store)
         monkeypatch.setattr(lookups, "WAIT_SHARE", 1e9)
         monkeypatch.setattr(lookups, "WAIT_S_MAX", 600.0)
     folder = tiny(family, tmp_path / "model", num_kv_heads)
@@ -281,6 +284,21 @@ def test_a_block_in_a_tier_does_not_depend_on_the_number_of_ranks(
     assert found[0].token_ids == found[1].token_ids
     assert found[0].ends["0"].cached == CachedTokens()
     assert found[1].ends["0"].cached == CachedTokens(**{tier: 56})
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.timeout(60)
+def test_states_of_a_prompt_for_a_peer_are_copied_on_all_ranks(tmp_path: Path) -> None:
+    """The copies are made between two steps. Within a step, the ranks would wait for each other."""
+    folder, _ = make_tiny_model("qwen3-next", tmp_path, num_attention_heads=8)
+    first_tokens = []
+    for num_ranks in (1, 2):
+        with engine_of(folder, num_ranks, num_blocks=40) as engine:
+            lease = drive_all(engine, make_spec("a", ASKED[0] * 2, mode=Mode.PREFILL_ONLY))
+            engine.remove("a")
+        (prefilled,) = [one for report in lease.reports for one in report.prefilled]
+        first_tokens.append(prefilled.first_token_id)
+    assert first_tokens[0] == first_tokens[1]
 
 
 class TestDevice:

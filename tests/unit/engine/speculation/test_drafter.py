@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from tandem.common.perf_model.step_time import DraftPrice
@@ -112,3 +113,21 @@ def test_the_depth_follows_price_and_probability() -> None:
     # The step may take only so much longer.
     assert chosen([0.9, 0.8, 0.7], most_s=0.251) == 2
     assert chosen([0.9, 0.8, 0.7], most_s=0.1) == 0
+
+
+def test_high_estimates_from_few_tokens_are_corrected() -> None:
+    """Of many sequences that all copy 4 of 10 tokens, some copy several in a row at first."""
+    rng = random.Random(5)
+    shared = Acceptance()
+    kind = kind_of(3)
+    num_high = 0
+    for number in range(400):
+        own = Acceptance(shared)
+        for _ in range(20):
+            num_high += number > 100 and own.probability(kind) > 0.55
+            own.observe(kind, rng.random() < 0.4)
+    assert num_high < 20  # 429 are higher without the correction
+    good = Acceptance(shared)
+    for _ in range(60):
+        good.observe(kind, True)
+    assert good.probability(kind) > 0.8

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from tandem.engine.cache.block_table import UnfilledBlock
+from tandem.engine.cache.block_table import UnfilledBlocks
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.pool.block import Copy
@@ -109,7 +109,7 @@ class Rig:
         self.pool.drop_cached()
         self.tables[name] = self.pool.allocate(num_blocks) or []
         self.rows[self.tables[name]] = 0
-        wanted = [UnfilledBlock(0, *block) for block in enumerate(self.tables[name])]
+        wanted = [UnfilledBlocks(0, range(num_blocks), self.tables[name])]
         self.tiers.load(name, HASHES[:num_blocks], wanted)
         return self.tiers.find_load(name)
 
@@ -237,6 +237,23 @@ def test_a_block_that_cannot_be_read_twice_is_bad(numbers: list[int]) -> None:
     assert load.num_read == 0  # the last block was the first to be read
     assert (rig.depths(), rig.tiers.tiers[0].num_bad) == ([0], 1)  # nor is what was not read yet
     rig.tiers.check_integrity()
+
+
+def test_a_step_that_handles_an_ended_load_leaves_writes_to_the_next_one() -> None:
+    rig = Rig(Shelf("disk"))
+    shelve(rig, 4)
+    writes = rig.threads["disk-writes"].jobs
+    load = rig.load("a", 4)
+    rig.fill(5, 6)
+    rig.tiers.write()
+    assert not writes  # this step has started the load
+    rig.threads["disk-loads"].run(1)
+    assert rig.tiers.take_ended() == [load]
+    rig.tiers.write()
+    assert not writes
+    rig.load("b", 4)
+    rig.tiers.write()
+    assert len(writes) == 1  # loads do not put off writes for ever
 
 
 def test_a_load_goes_through_the_threads_of_its_tiers() -> None:

@@ -329,7 +329,13 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     ),
     (
         sampling._sample,
-        {"logits": "*fp32", "numbers": "*i64", "tokens": "*i64", "listed_ids": "*i32"},
+        {
+            "unedited": "*fp32",
+            "logits": "*fp32",
+            "numbers": "*i64",
+            "tokens": "*i64",
+            "listed_ids": "*i32",
+        },
         {"TILE": 4096, "LEVELS_TILE": 512},
     ),
     *(

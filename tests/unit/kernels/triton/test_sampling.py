@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
-from tandem_kernels.sampling import Draw
+from tandem_kernels.edits import Edit
+from tandem_kernels.sampling import NO_TOKEN, Draw
 from tandem_kernels.sampling import sample as reference
-from tandem_kernels.triton.sampling import sample
+from tandem_kernels.triton.sampling import sample, take_drawn
 
 PLAIN = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
 
@@ -71,6 +74,34 @@ def test_hidden_tokens_are_never_drawn(device: torch.device) -> None:
     logits = random_logits(3, 300)
     logits[:, ::2] = float("-inf")
     check(logits, [replace(PLAIN, temperature=4.0, seed=seed) for seed in range(3)], device)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_with_a_nan_or_an_infinity_has_no_token(
+    temperature: float, device: torch.device
+) -> None:
+    draw = replace(PLAIN, temperature=temperature, top_k=3, top_p=0.9)
+    logits = random_logits(6, 40)
+    logits[0, 7] = math.nan
+    logits[1, [0, 39]] = torch.tensor([0xFFC00000 - (1 << 32)], dtype=torch.int32).view(torch.float)
+    logits[2, 0] = math.inf
+    logits[3] = -math.inf
+    logits[4, 1:] = -math.inf
+    check(logits, [draw] * 6, device)
+    assert sample(logits[:5].to(device), [draw] * 5).tolist() == [*[NO_TOKEN] * 4, 0]
+    # Edits of a row do not hide that the model has computed a NaN.
+    none = np.zeros(0, np.float32)
+    banned = Edit(none.astype(np.int32), none, none, none, banned=[0, 7, 39])
+    check(logits, [replace(draw, edit=banned)] * 6, device)
+    assert (
+        sample(logits[:4].to(device), [replace(draw, edit=banned)] * 4).tolist() == [NO_TOKEN] * 4
+    )
+
+
+def test_a_step_launched_ahead_takes_token_0_in_place_of_no_token(device: torch.device) -> None:
+    token_ids = torch.tensor([5, -1, -2, -3], dtype=torch.int32, device=device)
+    take_drawn(token_ids, torch.tensor([NO_TOKEN, 8, 9], device=device))
+    assert token_ids.tolist() == [5, 0, 8, 9]
 
 
 def test_seeds_and_positions_of_64_bits(device: torch.device) -> None:

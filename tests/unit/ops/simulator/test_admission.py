@@ -50,7 +50,7 @@ class Asked(Simulation):
             assert placement is not None
             self.metrics.demand.output_tokens_mean = self.meter.output_tokens_mean
             try:
-                decision = self.controller.admit(work, placement, tenant="")
+                decision = self.controller.admit(work, placement)
                 self.by_gate.append(decision.promise)
             except Overloaded as error:
                 self.by_gate.append(error)

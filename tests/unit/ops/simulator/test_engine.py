@@ -50,3 +50,32 @@ def test_what_is_dropped_is_told() -> None:
     assert sorted(engine.drop_all()) == ["d", "p"]
     assert engine.next_at() is None
     assert engine.num_decoding == 0
+
+
+def test_chunks_beside_decode_keep_the_step_limit() -> None:
+    engine: SimulatedEngine[str] = SimulatedEngine(RATES, 0.151)
+    engine.decode("d", 100)
+    assert engine.chunk_tokens == 48  # 0.151 s less the step's 0.1 s and the sequence's 0.002 s
+    engine.prefill("p", 96, 0)
+    step_s = 0.1 + 0.048 + 0.002
+    assert engine.next_at() == pytest.approx(2 * step_s)
+    engine.advance(step_s)
+    assert (engine.prefill_tokens_left(), engine.prefill_context()) == (48, 48)
+    for number in range(9):
+        engine.decode(f"d{number}", 50)
+    # Ten sequences leave 0.031 s for tokens of the prompt.
+    assert engine.chunk_tokens == 16
+    assert engine.next_at() == pytest.approx(step_s + 3 * (0.1 + 0.016 + 0.02))
+
+
+def test_a_prompt_always_makes_progress_beside_decode() -> None:
+    engine: SimulatedEngine[str] = SimulatedEngine(RATES, 0.01)
+    engine.decode("d", 100)
+    engine.prefill("p", 96, 0)
+    assert engine.next_at() == pytest.approx(6 * (0.1 + 0.016 + 0.002))
+
+
+def test_without_decode_the_step_limit_does_not_matter() -> None:
+    engine: SimulatedEngine[str] = SimulatedEngine(RATES, 0.01)
+    engine.prefill("p", 250, 30)
+    assert engine.next_at() == pytest.approx(RATES.prefill.seconds(250, 30, 100))

@@ -169,3 +169,46 @@ def test_workers_that_share_cores_are_slower_together() -> None:
     first, second = run(replace(EXACT, cores=1.0), later).requests
     assert first.ttft_s == pytest.approx(1.5 * alone_s)
     assert second.ttft_s == pytest.approx(1.5 * alone_s)
+
+
+ANSWERS = [Arrival(0.15 * n, 600, 800, (2 * n, 2 * n + 1)) for n in range(80)]
+ONE_OF_EACH = replace(
+    EXACT, num_prefill=1, num_decode=1, kv_tokens=400 * 512, block_size=512, report_age_s=0.1
+)
+
+
+def test_prefill_workers_decode_if_decode_workers_are_busy() -> None:
+    auto = run(ONE_OF_EACH, ANSWERS)
+    staying = [r for r in auto.requests if r.decode and r.decode.role == "prefill"]
+    assert len(staying) > 20
+    assert all(r.prefill is r.decode and r.lease is None for r in staying)
+    remote = run(replace(ONE_OF_EACH, prefill_at="remote"), ANSWERS)
+    assert all(r.decode and r.decode.worker_id == "decode-0" for r in remote.requests)
+    assert all(r.prefill and r.prefill.worker_id == "prefill-0" for r in remote.requests)
+    local = run(replace(ONE_OF_EACH, prefill_at="local"), ANSWERS)
+    assert all(r.prefill is r.decode for r in local.requests)
+    ends = [max(r.ended_s for r in each.requests) for each in (auto, remote, local)]
+    assert ends[0] < 0.95 * min(ends[1:])
+    for simulation in (auto, remote, local):
+        assert all(known.num_staying == 0 for known in simulation.view._known.values())
+
+
+def test_what_decodes_on_a_prefill_worker_migrates_when_it_dies() -> None:
+    faults = (Fault(10.0, "prefill-0", "down"),)
+    simulation = run(replace(ONE_OF_EACH, faults=faults), ANSWERS)
+    assert sum(r.num_migrations for r in simulation.requests) > 10
+    assert all(r.ended_s and not r.failure for r in simulation.requests)
+    assert all(known.num_staying == 0 for known in simulation.view._known.values())
+
+
+def test_the_itl_limit_bounds_the_sequences_that_run() -> None:
+    scenario = replace(ONE_OF_EACH, prefill_at="remote", itl_limit_s=0.02)
+    simulation = Simulation(scenario, ANSWERS, make_policy("tandem"))
+    worker = simulation.workers["decode-0"]
+    # Half of the limit is for a decode step: 8 ms and 0.15 ms for each sequence.
+    assert worker.load().num_running_slots == 13
+    most: list[int] = []
+    simulation.view._on_news = lambda: most.append(worker.load().num_slots_taken)
+    simulation.run()
+    assert max(most) == 13
+    assert all(r.tpot_s < 0.02 for r in simulation.requests)

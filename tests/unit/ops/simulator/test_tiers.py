@@ -67,18 +67,23 @@ def test_what_has_left_the_pool_comes_from_the_host() -> None:
 
 
 def test_a_worker_loads_blocks_for_a_peer() -> None:
+    """At most half of its ten blocks at a time, as real workers do."""
     simulation = run(with_tiers(ONE, host=FAST_S), [ask(0.0, 0), ask(5.0, 100)])
     (worker,) = simulation.workers.values()
     hashes = ask(0.0, 0).block_digests()[:8]
     assert worker.cache.num_cached(hashes) == 1
-    assert worker.load_for_peer([*hashes, b"unknown"]) is None
-    assert worker.load_for_peer(hashes) == pytest.approx(7 * FAST_S)
+    assert worker.load_for_peer([*hashes[:3], b"unknown"]) is None
+    assert worker.load_for_peer(hashes) == (pytest.approx(5 * FAST_S), 6)
+    assert worker.load_for_peer(hashes) == (0.0, 1)
+    assert worker.load_for_peer(hashes[1:]) is None
     assert not worker.is_idle
     simulation.clock.run()
     assert worker.is_idle
-    assert worker.cache.num_cached(hashes) == 8
+    assert worker.cache.num_cached(hashes) == 6
     worker.cache.check_integrity()
-    assert worker.load_for_peer(hashes) == 0.0
+    assert worker.load_for_peer(hashes) == (pytest.approx(2 * FAST_S), 8)
+    simulation.clock.run()
+    assert worker.load_for_peer(hashes) == (0.0, 8)
 
 
 def test_a_worker_that_dies_ends_its_loads_for_peers() -> None:

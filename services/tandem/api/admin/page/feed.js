@@ -104,7 +104,7 @@ export function follow(show, tell) {
       };
       try {
         listen();
-        const answer = await fetch("v1/cluster/live", {headers: headers(), signal: silence.signal});
+        const answer = await fetch(`v1/cluster/live${location.search}`, {headers: headers(), signal: silence.signal});
         if (answer.status === 401 || answer.status === 403) {
           state.error = await message(answer);
           clearTimeout(timer);

@@ -2,7 +2,7 @@
 
 import {makeCharts, showCharts, showFigures, showHealth} from "./charts.js";
 import {makeChat, showCurl} from "./chat.js";
-import {ago, byId, count, setText} from "./dom.js";
+import {ago, byId, count, make, setText} from "./dom.js";
 import {follow, state} from "./feed.js";
 import {launch, makePicture, showPicture} from "./picture.js";
 import {makeRequests, showEvents, showRequests, someWait} from "./requests.js";
@@ -26,6 +26,20 @@ function showFacts() {
   const routers = `${head.router_id}${head.num_routers > 1 ? ` of ${head.num_routers} routers` : ""}`;
   setText(byId("facts"), `${head.model} · context of ${count(head.max_model_len)} tokens · ${routers} · version ${head.version} · ` +
     `up ${ago(Math.max(0, state.now - head.started_at))} · Redis ${head.redis} ·`);
+}
+
+// Links to the pages of the other models, if the router has several.
+function showModels() {
+  const {model, models = []} = state.head, place = byId("models");
+  place.hidden = models.length < 2;
+  if (place.hidden || place.dataset.shown === String([model, ...models])) return;
+  place.dataset.shown = String([model, ...models]);
+  place.replaceChildren(...models.map(name => {
+    const link = make("a", name);
+    link.href = `?model=${encodeURIComponent(name)}`;
+    if (name === model) link.setAttribute("aria-current", "page");
+    return link;
+  }));
 }
 
 function showAnswers() {
@@ -55,7 +69,7 @@ function showAge() {
 // function has more to draw, which gets another task.
 const parts = new Map();
 const PARTS = {
-  head: () => { showHead(); showFacts(); showPools(); showCurl(); },
+  head: () => { showHead(); showFacts(); showModels(); showPools(); showCurl(); },
   answers: showAnswers,
   samples: showCharts,
   figures: showFigures,

@@ -62,8 +62,9 @@ const tierText = (name, held, total, share) =>
 
 const listed = parts => parts.filter(([number]) => number).map(([number, what]) => `${count(number)} ${what}`).join(", ") || "idle";
 
-// A request belongs to its decode worker, so a prefill worker has prompts and no requests.
-const requestsOf = w => (w.role === "prefill" ? [] : [[w.decoding, "decoding"], [w.in_prefill, "in prefill"], [w.queued, "queued"]]);
+// A request belongs to its decode worker, so a prefill worker has prompts, and an encode worker images.
+const imagesOf = w => (w.role === "encode" ? [[w.decoding + w.queued, "images"]] : []);
+const requestsOf = w => (w.role !== "decode" ? [] : [[w.decoding, "decoding"], [w.in_prefill, "in prefill"], [w.queued, "queued"]]);
 const promptsOf = w => [[w.queued_tokens, "prompt tokens to compute"]];
 
 export function workInPicture(w) {
@@ -71,7 +72,7 @@ export function workInPicture(w) {
   return w.leases && !w.queued_tokens ? `KV of ${count(w.leases)} held for a pull` : listed(promptsOf(w));
 }
 
-const work = w => listed([...requestsOf(w), [w.leases, w.leases === 1 ? "lease" : "leases"], ...promptsOf(w)]);
+const work = w => listed([...requestsOf(w), ...imagesOf(w), [w.leases, w.leases === 1 ? "lease" : "leases"], ...promptsOf(w)]);
 
 function fill(cells, [id, w]) {
   const ill = isIll(w), other = w.role === "prefill" ? "decode" : "prefill";
@@ -95,7 +96,8 @@ function fill(cells, [id, w]) {
     showLevel(level, share, tierText(name, held, total, share));
   });
   setText(cells.host, [w.host && `on ${w.host}`, w.transports && `pulls KV over ${w.transports}`].filter(Boolean).join("; "));
-  cells.kv.hidden = cells.toRole.hidden = cells.drain.hidden = !w.address;
+  cells.drain.hidden = !w.address;
+  cells.kv.hidden = cells.toRole.hidden = !w.address || w.role === "encode"; // it has no KV and keeps its role
   cells.item.className = w.address ? "" : "gone";
   if (cells.shown === `${id} ${other}`) return;
   cells.shown = `${id} ${other}`;
@@ -169,7 +171,8 @@ function showAutoscale() {
 async function scale(event, name, size) {
   event.preventDefault();
   if (!await sure(`Scale the ${name} pool to ${size.value}?`, "Scale")) return;
-  await change("v1/cluster", {[name]: Number(size.value)}, `The ${name} pool is asked for ${size.value}.`);
+  const {group} = state.head; // the pools of a further model have the name of its group before
+  await change("v1/cluster", {[group ? `${group}.${name}` : name]: Number(size.value)}, `The ${name} pool is asked for ${size.value}.`);
   delete size.form.dataset.isEdited;
 }
 

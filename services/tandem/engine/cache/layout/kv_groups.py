@@ -213,6 +213,19 @@ class KvLayout:
         blocks = self.blocks_of(num_tokens)
         return tuple(min(blocks, group.decode_blocks or blocks) for group in self.groups)
 
+    def held_blocks(self, group: KvGroup) -> int | None:
+        """Returns the largest number of blocks that one sequence holds in a group between steps.
+        None without a window: it holds as many as its tokens need.
+
+        With states this is more than a token sees. The last frozen states of a prompt are up to
+        `state_spacing` tokens before its end, and a peer gets the blocks that are seen after them.
+        Example: with a window of 40 tokens, blocks of 16 and a prompt of 255 tokens, the states are
+        frozen after 192 tokens, and the blocks from token 153 on are held, 7 blocks.
+        """
+        if group.decode_blocks is None or group.has_states or not self.state_groups:
+            return group.decode_blocks
+        return group.decode_blocks - 1 + state_spacing(self.block_size) // self.block_size
+
     @property
     def tokens_max(self) -> int | None:
         """Largest number of tokens that one sequence can have with these pools. None: any number
@@ -221,7 +234,7 @@ class KvLayout:
             (
                 group.layout.num_blocks * self.block_size
                 for group in self.groups
-                if group.decode_blocks is None or group.layout.num_blocks < group.decode_blocks
+                if (held := self.held_blocks(group)) is None or group.layout.num_blocks < held
             ),
             default=None,
         )
@@ -292,6 +305,12 @@ class KvLayout:
     def sizes(self) -> list[int]:
         """The number of blocks in each group's pool."""
         return [group.layout.num_blocks for group in self.groups]
+
+    @property
+    def most_blocks(self) -> int:
+        """Number of blocks in the largest pool of blocks, which limits the tokens of all
+        sequences."""
+        return max(group.layout.num_blocks for group in self.groups if not group.has_states)
 
     @property
     def num_blocks(self) -> int:
@@ -446,8 +465,8 @@ def divide_pool(
         left = config.kv_bytes - state_bytes
     furthest = max(blocks.groups, key=lambda group: group.window or sys.maxsize)
     for group in blocks.groups:
-        if group is not furthest and group.decode_blocks is not None:
-            running = config.max_num_seqs * (group.decode_blocks + 1)
+        if group is not furthest and (held := one.held_blocks(group)) is not None:
+            running = config.max_num_seqs * (held + 1)
             sizes[group] = min(equal, running + blocks.blocks_of(step_tokens))
             left -= sizes[group] * group.layout.block_bytes
     sizes[furthest] = left // furthest.layout.block_bytes

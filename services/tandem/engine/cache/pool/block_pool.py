@@ -137,8 +137,7 @@ class BlockPool:
         matched = self.match(block_hashes)
         if not self._fits(matched, num_blocks, source):
             return None
-        for block_id in matched if source is None else [*matched, source]:
-            self._reference(block_id)
+        self._reference(matched if source is None else [*matched, source])
         fresh = self.allocate(num_blocks - len(matched))
         assert fresh is not None
         return Reservation([*matched, *fresh], len(matched))
@@ -161,8 +160,7 @@ class BlockPool:
         """Drops one reference on each block of a table. The blocks must be in the order of the
         chain."""
         self._clock += 1
-        for block_id in reversed(block_table):
-            self._drop_reference(block_id, self._clock)
+        self._drop_references(reversed(block_table), self._clock)
 
     def defer_frees(self) -> None:
         """From now on, blocks without a hash that lose their last reference do not become FREE
@@ -300,7 +298,7 @@ class BlockPool:
         assert block.block_hash is None, f"block {block_id} is stored twice"
         twin = self._by_hash.get(block_hash)
         if twin is not None:
-            self._reference(twin)
+            self._reference((twin,))
             self.release([block_id])
             return twin
         if parent_id is not None:
@@ -320,8 +318,18 @@ class BlockPool:
     def is_writable(self, block_id: int) -> bool:
         """Returns whether the sequence that holds the block may still write it: the block has one
         reference and no hash."""
-        block = self._blocks[block_id]
-        return block.num_references == 1 and block.block_hash is None
+        return bool(self.find_writable((block_id,), 0, 1))
+
+    def find_writable(self, block_table: Sequence[int], first: int, end: int) -> list[int]:
+        """Returns the indices from `first` to `end` - 1 of the blocks of a table that its sequence
+        may still write."""
+        blocks = self._blocks
+        return [
+            index
+            for index in range(first, end)
+            if (block := blocks[block_table[index]]).block_hash is None
+            and block.num_references == 1
+        ]
 
     def quarantine(self, block_ids: Iterable[int]) -> None:
         """Drops the only reference of each of these blocks, which a pull or a tier load may still
@@ -390,30 +398,37 @@ class BlockPool:
         )
         return self.num_available - unreferenced
 
-    def _drop_reference(self, block_id: int, last_used: int) -> None:
-        block = self._blocks[block_id]
-        assert block.num_references > 0, f"block {block_id} is released once too often"
-        block.num_references -= 1
-        if block.num_references:
-            return
-        if block.block_hash is None:
-            (self._free if self._deferred is None else self._deferred).append(block_id)
-            return
-        block.last_used = last_used
-        self._cached.add(block_id)
+    def _drop_references(self, block_ids: Iterable[int], last_used: int) -> None:
+        """Drops one reference on each of these blocks."""
+        blocks, cached = self._blocks, self._cached
+        for block_id in block_ids:
+            block = blocks[block_id]
+            assert block.num_references > 0, f"block {block_id} is released once too often"
+            block.num_references -= 1
+            if block.num_references:
+                continue
+            if block.block_hash is None:
+                (self._free if self._deferred is None else self._deferred).append(block_id)
+                continue
+            block.last_used = last_used
+            cached.add(block_id)
 
-    def _reference(self, block_id: int) -> None:
-        block = self._blocks[block_id]
-        is_cached = not block.num_references
-        if is_cached:
-            self._cached.discard(block_id)
-        # The block is used again, so it is offered to tiers again. A block with a LOST copy is
-        # offered even if other sequences use it too, because a system prompt may be in use all the
-        # time.
-        if block.copy is Copy.LOST or (is_cached and block.copy is Copy.UNWANTED):
-            block.copy = Copy.NONE
-            self._unwritten[block_id] = None
-        block.num_references += 1
+    def _reference(self, block_ids: Iterable[int]) -> None:
+        """Adds one reference on each of these blocks."""
+        blocks, cached = self._blocks, self._cached
+        lost, unwanted = Copy.LOST, Copy.UNWANTED
+        for block_id in block_ids:
+            block = blocks[block_id]
+            is_cached = not block.num_references
+            if is_cached:
+                cached.discard(block_id)
+            # The block is used again, so it is offered to tiers again. A block with a LOST copy is
+            # offered even if other sequences use it too, because a system prompt may be in use all
+            # the time.
+            if block.copy is lost or (is_cached and block.copy is unwanted):
+                block.copy = Copy.NONE
+                self._unwritten[block_id] = None
+            block.num_references += 1
 
     def _evict(self) -> Copy:
         """Evicts a CACHED leaf, which becomes FREE, or LEAVING if a tier is copying it. Returns the

@@ -103,8 +103,7 @@ class WindowPool(BlockPool):
         cached = self._find_any(block_hashes)
         if not self._fits(cached, num_blocks, None):
             return None
-        for block_id in cached:
-            self._reference(block_id)
+        self._reference(cached)
         fresh = self.allocate(num_blocks - len(cached))
         assert fresh is not None
         rest = iter(fresh)
@@ -119,7 +118,7 @@ class WindowPool(BlockPool):
     def _release_in_order(self, block_ids: Sequence[int], offset: int) -> None:
         for block_id in block_ids:
             self._clock += 1
-            self._drop_reference(block_id, offset + self._clock)
+            self._drop_references((block_id,), offset + self._clock)
 
 
 class FrozenStatePool(WindowPool):

@@ -33,7 +33,6 @@ import xxhash
 
 from tandem.common.backoff import Backoff, doubling
 from tandem.common.kv_tiers import STORE
-from tandem.engine.tiers.object_store.client import REQUEST_S
 from tandem.engine.tiers.seal import Seal
 from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, SharedStorage
 from tandem.errors import ConfigError
@@ -41,6 +40,8 @@ from tandem.errors import ConfigError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Time limit for a request, in seconds. A load that gets no block in this time is cancelled anyway.
+REQUEST_S = 2.0
 REMEMBERED = 65_536  # number of blocks in the store that a worker remembers
 _AT_ONCE = 8  # maximum number of writes in flight, and maximum number of reads in flight
 _START_S = 60.0  # time limit for the start of the threads; long, because the machine may be busy

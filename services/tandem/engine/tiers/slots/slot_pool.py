@@ -50,9 +50,8 @@ class SlotPool(BlockPool):
     def hold(self, block_hashes: Sequence[bytes]) -> list[int]:
         """References the slots that hold these blocks, until `release`. Returns the slots. The tier
         must have all of the blocks."""
-        slots = [self._by_hash[block_hash] for block_hash in block_hashes]
-        for slot in slots:
-            self._reference(slot)
+        slots = list(map(self._by_hash.__getitem__, block_hashes))
+        self._reference(slots)
         return slots
 
     def has(self, block_hash: bytes) -> bool:
@@ -80,8 +79,7 @@ class SlotPool(BlockPool):
         if slot is None or block_hash not in self._bad or self._blocks[slot].num_references:
             return []
         chain = self.chain(slot)
-        for each in chain:
-            self._reference(each)
+        self._reference(chain)
         return chain
 
     def clear_bad(self, block_hash: bytes) -> None:

@@ -12,6 +12,10 @@ sequence adds. chunk_s is the prefill time of the prompt divided by the number o
 example, with step_s = 8 ms, sequence_s = 0.15 ms and 20 sequences, a step without a prompt takes 8
 + 20 * 0.15 = 11 ms.
 
+With a step limit, a chunk beside decoding sequences is so small that the step takes at most the
+limit, or 1.5 times as long as without a prompt if that is longer. A real engine does the same
+(perf_model/step_time.py).
+
 At step 1000, a sequence with 30 tokens left ends at step 1030, whatever other sequences come and
 go. So the engine does not simulate single steps: it computes only the steps at which sequences and
 prompts end. Such an event costs O(log num_sequences).
@@ -25,6 +29,8 @@ from typing import Generic, TypeVar
 from tandem.common.perf_model.rates import WorkerRates
 
 Job = TypeVar("Job")
+_CHUNK_UNIT = 16  # a chunk beside decoding sequences has a multiple of so many tokens
+_SLOWER_MAX = 1.5
 _EPSILON = 1e-9  # numbers of steps that differ by less than this count as equal
 
 
@@ -32,8 +38,10 @@ class SimulatedEngine(Generic[Job]):
     """The engine of a simulated worker. A job is a prompt or a sequence, and the engine does not
     look inside it."""
 
-    def __init__(self, rates: WorkerRates) -> None:
+    def __init__(self, rates: WorkerRates, step_limit_s: float = 0.0) -> None:
+        """`step_limit_s` is the limit of a step with a prompt and decoding sequences; 0: none."""
         self.rates = rates
+        self.step_limit_s = step_limit_s
         self.speed = 1.0  # fraction of the full speed; below 1 if other workers use the same cores
         self.prefilling: Job | None = None
         self.prefill_busy_s = 0.0
@@ -47,6 +55,9 @@ class SimulatedEngine(Generic[Job]):
         self._prefill_steps = 1
         self._prefill_tokens = 0
         self._prefill_context = 0
+        self._planned_tokens = 0.0  # tokens that were left when the chunks were planned
+        self._chunk = 0  # tokens in a chunk
+        self._token_s = 0.0  # seconds for a token of the prompt, without the fixed time of a step
         self._chunk_s = 0.0
         self._step_s = rates.decode.step_s
 
@@ -59,14 +70,36 @@ class SimulatedEngine(Generic[Job]):
         whose KV exists already."""
         assert self.prefilling is None
         rates = self.rates
-        self._prefill_steps = -(-num_tokens // rates.step_tokens)
-        seconds = rates.prefill.seconds(num_tokens, context, rates.step_tokens)
-        self._chunk_s = seconds / self._prefill_steps
-        self._prefill_end = self._steps + self._prefill_steps
+        seconds = rates.prefill.seconds(num_tokens, context, num_tokens)
+        self._token_s = (seconds - rates.prefill.step_s) / num_tokens
         self._prefill_tokens = num_tokens
         self._prefill_context = context
         self.prefilling = job
+        self._plan_chunks(num_tokens)
         self._set_step()
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Largest number of prompt tokens in a step beside the sequences that decode now."""
+        most = self.rates.step_tokens
+        count = self.num_decoding
+        if not (self.step_limit_s and count):
+            return most
+        decode = self.rates.decode
+        prefill = self.rates.prefill
+        limit_s = max(self.step_limit_s, _SLOWER_MAX * decode.seconds(count))
+        left_s = limit_s - decode.sequence_s * count - prefill.step_s
+        token_s = self._token_s if self.prefilling is not None else prefill.token_s
+        return min(most, max(1, int(left_s / token_s / _CHUNK_UNIT)) * _CHUNK_UNIT)
+
+    def _plan_chunks(self, num_tokens: float) -> None:
+        """Divides the prompt's last `num_tokens` tokens into equal chunks."""
+        self._planned_tokens = num_tokens
+        self._chunk = self.chunk_tokens
+        self._prefill_steps = max(1, ceil(num_tokens / self._chunk - _EPSILON))
+        self._prefill_end = self._steps + self._prefill_steps
+        tokens_s = self._token_s * num_tokens / self._prefill_steps
+        self._chunk_s = self.rates.prefill.step_s + tokens_s
 
     def decode(self, job: Job, num_tokens: int) -> None:
         """Adds a sequence that generates `num_tokens` tokens, one per step."""
@@ -74,10 +107,11 @@ class SimulatedEngine(Generic[Job]):
         self._set_step()
 
     def prefill_tokens_left(self) -> int:
-        if self.prefilling is None:
-            return 0
+        return round(self._tokens_left()) if self.prefilling is not None else 0
+
+    def _tokens_left(self) -> float:
         left = (self._prefill_end - self._steps) / self._prefill_steps
-        return round(self._prefill_tokens * max(0.0, left))
+        return self._planned_tokens * max(0.0, left)
 
     def prefill_context(self) -> int:
         """Returns how many tokens of the prompt that is being prefilled already have KV."""
@@ -141,6 +175,8 @@ class SimulatedEngine(Generic[Job]):
 
     def _set_step(self) -> None:
         decode = self.rates.decode
+        if self.prefilling is not None and self.chunk_tokens != self._chunk:
+            self._plan_chunks(self._tokens_left())
         if self.prefilling is None:
             self._step_s = decode.seconds(self.num_decoding)
         else:

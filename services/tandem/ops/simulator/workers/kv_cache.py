@@ -41,14 +41,18 @@ class SimulatedKvCache:
                 return depth
         return len(block_hashes)
 
+    def room(self, cached: Sequence[bytes]) -> int:
+        """Returns the largest `num_private` with which `reserve` would succeed."""
+        revived = sum(block_hash not in self._held for block_hash in cached)
+        return self.num_blocks - self.num_used - revived
+
     def reserve(self, cached: Sequence[bytes], num_private: int) -> list[bytes] | None:
         """Gives a task the blocks with the hashes `cached`, which must be in the cache, and
         `num_private` new private blocks. Returns the hashes of the blocks that were evicted to make
         room. If there are too few free and idle blocks, returns None and changes nothing."""
         held = self._held
         idle = self._idle
-        revived = [h for h in cached if h not in held]
-        room = self.num_blocks - self.num_used - len(revived) - num_private
+        room = self.room(cached) - num_private
         if room < 0:
             return None
         for block_hash in cached:

@@ -27,6 +27,7 @@ class Task:
     pulled_blocks: int = 0
     # Number of the task's blocks that are in the KV cache. They are the first ones of `hashes`.
     num_held: int = 0
+    is_reserved: bool = False  # True: a decode worker has reserved memory and waits for the KV
     num_private: int = 0  # number of the task's blocks not in the cache; no other task uses them
     epoch: int = 0  # number of restarts of the worker when the task's blocks were reserved
     # Number of tokens that were left to generate when the worker died. None: the task was not

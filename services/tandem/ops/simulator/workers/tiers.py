@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tandem.common.kv_tiers import DISK, STORE
 from tandem.common.perf_model.rates import PrefillRate, TierRate
 from tandem.common.perf_model.soonest import LoadChoice, Offer, Producer, Prompt, choose_soonest
-from tandem.engine.cache.block_table import UnfilledBlock
+from tandem.engine.cache.block_table import UnfilledBlocks
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.tiers.slots.keep_policy import keep_policy
@@ -113,7 +113,8 @@ class WorkerTiers:
         self, block_hashes: Sequence[bytes], choice: LoadChoice, now_s: float
     ) -> TierRead:
         """Starts the load of the blocks that `plan` returned."""
-        wanted = [UnfilledBlock(0, index, 0) for index in range(choice.first, choice.end)]
+        indices = range(choice.first, choice.end)
+        wanted = [UnfilledBlocks(0, indices, [0] * len(indices))]
         parts, tables = self._sources.find_parts(block_hashes, wanted, self._tiers)
         num_blocks = Counter(part.tier for part in parts)
         seconds = {tier: count * self._block_s[tier] for tier, count in num_blocks.items()}

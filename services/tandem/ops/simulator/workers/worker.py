@@ -30,7 +30,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from tandem.common.perf_model.predict import OWN_SPARE, RATES_OFF, prefill_seconds, queued_seconds
+from tandem.common.kv_tiers import PEER_SHARE_MAX
+from tandem.common.perf_model.predict import (
+    OWN_SPARE,
+    RATES_OFF,
+    beside_decode,
+    prefill_seconds,
+    queued_seconds,
+)
+from tandem.common.perf_model.rates import WorkerRates
+from tandem.common.perf_model.running_slots import STEP_SHARE, num_running_slots
 from tandem.common.perf_model.soonest import LoadChoice, Offer, Producer, Prompt
 from tandem.common.worker_load import WorkerLoad
 from tandem.ops.simulator.clock import Clock
@@ -81,7 +90,13 @@ class SimulatedWorker:
         self.is_draining = False
         self.epoch = 0  # number of restarts so far
         self.num_leases = 0
-        self.engine: SimulatedEngine[Task] = SimulatedEngine(rates)
+        limits_s = (scenario.itl_target_s, STEP_SHARE * scenario.itl_limit_s)
+        step_limit_s = min(filter(None, limits_s), default=0.0)
+        self.engine: SimulatedEngine[Task] = SimulatedEngine(rates, step_limit_s)
+        self._num_running_slots = num_running_slots(
+            rates.decode, max_num_seqs=scenario.sequences_max, itl_limit_s=scenario.itl_limit_s
+        )
+        self._num_pulls = 0  # number of tasks that have reserved memory and wait for their KV
         self.cache = SimulatedKvCache(scenario.kv_tokens // scenario.block_size)
         self._scenario = scenario
         self._block_size = scenario.block_size
@@ -90,6 +105,7 @@ class SimulatedWorker:
         self._queue: deque[Task] = deque()
         self._reserving: deque[Task] = deque()
         self._queued_tokens = 0
+        self._num_loaded_for_peers = 0  # number of blocks that loads for peers fill
         self._wakes = 0
         self.tiers = tiers
         self._loads: dict[Task, TierRead] = {}  # task -> running load from tiers
@@ -125,6 +141,7 @@ class SimulatedWorker:
     def adopt(self, task: Task) -> None:
         """Starts to decode a task whose memory was reserved, after its blocks were pulled. The peer
         has generated the first token."""
+        self._end_pull(task)
         self._store(task)
         self.engine.advance(self._clock.now_s)
         self.engine.decode(task, task.output_tokens - 1)
@@ -135,6 +152,7 @@ class SimulatedWorker:
         task that had reserved memory and no longer needs it."""
         if not self.is_up or task.epoch != self.epoch:
             return
+        self._end_pull(task)
         self.cache.release(task.hashes[: task.num_held], task.num_private)
         task.num_held = task.num_private = 0
         self.num_leases -= task.output_tokens == 0
@@ -167,7 +185,7 @@ class SimulatedWorker:
         self._queue.clear()
         self._reserving.clear()
         self.cache = SimulatedKvCache(self.cache.num_blocks)
-        self._queued_tokens = self.num_leases = 0
+        self._queued_tokens = self.num_leases = self._num_loaded_for_peers = self._num_pulls = 0
         self.is_up = self.is_draining = False
         self._plan()
         return tasks
@@ -196,16 +214,20 @@ class SimulatedWorker:
             num_running=self.engine.num_decoding + prefills_for_itself,
             num_waiting=len(self._queue) + len(self._reserving) + self._num_loading(),
             queued_tokens=self._queued_tokens + self.engine.prefill_tokens_left(),
-            queued_s=queued_seconds(self._scenario.rates, self._missing_spans()),
+            queued_s=queued_seconds(self._beside(self._scenario.rates), self._missing_spans()),
             num_leases=self.num_leases,
             blocks_total=self.cache.num_blocks,
             blocks_used=self.cache.num_used,
+            # Without a limit, slots hardly matter, because there are many.
+            num_pulls=self._num_pulls if self._scenario.itl_limit_s else 0,
+            num_running_slots=self._num_running_slots if self._scenario.itl_limit_s else 0,
+            chunk_tokens=self.engine.chunk_tokens if self.engine.step_limit_s else 0,
         )
 
     def _is_late_in_queue(self, task: Task) -> bool:
         if task.first_token_by == math.inf:
             return False
-        ahead_s = queued_seconds(self.rates, self._missing_spans())
+        ahead_s = queued_seconds(self._beside(self.rates), self._missing_spans())
         expected_s = (ahead_s + self._own_s(task)) / RATES_OFF
         return ahead_s > 0 and self._clock.now_s + expected_s > task.first_token_by
 
@@ -225,7 +247,15 @@ class SimulatedWorker:
 
     def _own_s(self, task: Task) -> float:
         cached = max(self.cache.num_cached(task.hashes), task.pulled_blocks) * self._block_size
-        return prefill_seconds(self.rates, task.num_tokens, cached)
+        return prefill_seconds(self._beside(self.rates), task.num_tokens, cached)
+
+    def _beside(self, rates: WorkerRates) -> WorkerRates:
+        """Returns rates with the time of the sequences that decode now. Without a step limit, these
+        sequences hardly matter."""
+        engine = self.engine
+        if not engine.step_limit_s:
+            return rates
+        return beside_decode(rates, engine.chunk_tokens, engine.num_decoding)
 
     def _missing_spans(self) -> Iterator[tuple[int, int]]:
         """Yields a pair for each unfinished prompt: the number of tokens to compute, and the number
@@ -309,8 +339,11 @@ class SimulatedWorker:
         changed load."""
         engine = self.engine
         engine.advance(self._clock.now_s)
-        while self._reserving and self._hold(self._reserving[0]):
-            self._listener.reserved(self, self._reserving.popleft())
+        while self._reserving and self._has_slot() and self._hold(self._reserving[0]):
+            task = self._reserving.popleft()
+            task.is_reserved = True
+            self._num_pulls += 1
+            self._listener.reserved(self, task)
         if engine.prefilling is None:
             self._refuse_late()
         while self._start_next():
@@ -329,8 +362,7 @@ class SimulatedWorker:
             self._compute(self._ready.popleft())
             return True
         task = self._next_waiting()
-        num_live = engine.num_decoding + self._num_loading()
-        if task is None or num_live >= self._scenario.sequences_max:
+        if task is None or (task.output_tokens and not self._has_slot()):
             return False
         if not is_free and (tiers is None or task.is_compute_chosen):
             return False
@@ -348,6 +380,15 @@ class SimulatedWorker:
             tiers.decline()
         self._compute(task)
         return True
+
+    def _has_slot(self) -> bool:
+        """Returns whether one more sequence may run."""
+        num_live = self.engine.num_decoding + self._num_loading() + self._num_pulls
+        return num_live < self._num_running_slots
+
+    def _end_pull(self, task: Task) -> None:
+        self._num_pulls -= task.is_reserved
+        task.is_reserved = False
 
     def _next_waiting(self) -> Task | None:
         """Returns the oldest queued task. A task is skipped while its first missing block is being
@@ -404,16 +445,20 @@ class SimulatedWorker:
         self._report_tier_events()
         return choice
 
-    def load_for_peer(self, block_hashes: Sequence[bytes]) -> float | None:
+    def load_for_peer(self, block_hashes: Sequence[bytes]) -> tuple[float, int] | None:
         """Starts to load blocks from tiers into the KV cache, so that a peer can pull them. Returns
-        the seconds until they are there. Returns None if the worker does not load them, because the
-        tiers or the KV cache have changed."""
+        the seconds until they are there, and how many leading blocks the peer can then pull. These
+        are fewer if too much of the KV cache is in use (engine/peer_blocks.py). Returns None if the
+        worker does not load any, because the tiers or the KV cache have changed."""
         if self.tiers is None:
             return None
         cached = self.cache.num_cached(block_hashes)
+        share = int(PEER_SHARE_MAX * self.cache.num_blocks) - self._num_loaded_for_peers
+        room = min(share, self.cache.room(block_hashes[:cached]))
+        block_hashes = block_hashes[: cached + max(0, room)]
         num_missing = len(block_hashes) - cached
         if not num_missing:
-            return 0.0
+            return (0.0, cached) if cached else None
         load = self.tiers.load_for_peer(block_hashes, cached, self._clock.now_s)
         removed = None
         if load is not None:
@@ -425,8 +470,9 @@ class SimulatedWorker:
             return None
         if removed:
             self._listener.blocks_changed(self, (), removed)
+        self._num_loaded_for_peers += num_missing
         self._clock.at(load.ends_s, self._end_peer_load, block_hashes, cached, load, self.epoch)
-        return load.ends_s - self._clock.now_s
+        return load.ends_s - self._clock.now_s, len(block_hashes)
 
     def _end_peer_load(
         self, block_hashes: Sequence[bytes], cached: int, load: TierRead, epoch: int
@@ -435,6 +481,7 @@ class SimulatedWorker:
         self.tiers.end_load(load)
         if not self.is_up or epoch != self.epoch:
             return
+        self._num_loaded_for_peers -= len(block_hashes) - cached
         stored = self.cache.store(block_hashes[cached:])
         if stored:
             self._listener.blocks_changed(self, stored, ())

@@ -72,6 +72,7 @@ class Generation:
         self._num_generated = 0  # number of generated tokens, discarded beams included
         self._num_reasoning = 0  # reasoning tokens of the choices that have ended
         self._deadline = deadline
+        self._is_batch = self._first.request.client.is_batch
 
     async def follow(self, choice: Choice) -> AsyncGenerator[Delta, None]:
         """Yields the deltas of a choice until it ends."""
@@ -139,7 +140,9 @@ class Generation:
             self._num_reasoning += piece.num_reasoning
             if not self._num_open:
                 self.settle()
-                self._services.metrics.demand.ended(max(self._num_generated, self._record.num_sent))
+                if not self._is_batch:
+                    num_tokens = max(self._num_generated, self._record.num_sent)
+                    self._services.metrics.demand.ended(num_tokens)
                 total = Usage(
                     len(prompt_token_ids),
                     record.num_sent,
@@ -211,6 +214,8 @@ class Generation:
         slo = self._services.slo
         metrics = self._services.metrics
         timeline.note_tokens(now, num_tokens)
+        if self._is_batch:
+            return  # nobody waits for a token of a batch, so its latencies say nothing
         if choice.num_sent:
             metrics.on_next_tokens(elapsed_s / num_tokens, slo.itl_s, num_tokens)
         elif not choice.index:

@@ -7,6 +7,7 @@ from functools import partial
 from tandem.models.grammars.text import StructuredOutput
 from tandem.router.parsers.machine import AnswerParser
 from tandem.router.parsers.model_format import ModelFormat
+from tandem.router.request.allowed import REASONING_EFFORTS
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.prompt.told_tools import (
     with_described_results,
@@ -30,7 +31,7 @@ def with_template_options(model_format: ModelFormat, request: ClientRequest) -> 
             chat = with_described_results(chat)
         chat = with_written_calls(chat, partial(model_format.written_calls, tools=bool(chat.tools)))
         options = model_format.template_options(
-            chat.template_options, chat.reasoning_effort, chat.thinking
+            chat.template_options, _known_effort(chat), chat.thinking
         )
         return replace(chat, template_options=options)
 
@@ -46,7 +47,14 @@ def without_effect(model_format: ModelFormat, request: ClientRequest) -> list[st
     chat = request.prompt
     if not isinstance(chat, Conversation):
         return []
-    return model_format.without_effect(chat.template_options, chat.reasoning_effort, chat.thinking)
+    effort = _known_effort(chat)
+    names = model_format.without_effect(chat.template_options, effort, chat.thinking)
+    return names if effort == chat.reasoning_effort else [*names, "reasoning_effort"]
+
+
+def _known_effort(chat: Conversation) -> str | None:
+    """Returns the reasoning effort; None for a value that no template knows."""
+    return chat.reasoning_effort if chat.reasoning_effort in REASONING_EFFORTS else None
 
 
 def wanted_form(
@@ -86,4 +94,5 @@ def answer_parser(
         # As with OpenAI, the finish reason is "stop" if the answer must call one named function.
         finish_reason="stop" if chat.only_tool else "tool_calls",
         continued=chat.continued,
+        known_names_only=chat.allowed_tools is not None,
     )

@@ -9,8 +9,8 @@ The length of a prompt determines how it is prepared:
   (`pieces.py`). If the text certainly does not fit, it is refused with ContextTooLong. Otherwise a
   process tokenizes and hashes the text.
 - very long text, of which only the last tokens are needed (truncation): Only the end is tokenized,
-  piece by piece. A text that cannot be cut into pieces is tokenized whole, in a separate process,
-  so that the text delays no other prompt.
+  piece by piece. A text that cannot be cut into pieces, or of which an encoder needs the first
+  tokens, is tokenized whole, in a separate process, so that the text delays no other prompt.
 
 The processes load the tokenizer and nothing else. Tenants take turns at the threads and processes
 (`fair_executor.py`). Each piece is a separate job, so a client that leaves occupies at most one
@@ -51,12 +51,14 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.common.block_hash import Chain, hash_blocks
+from tandem.common.process.garbage import exempt_loaded
 from tandem.common.prompt_image import PromptImage, image_marks
 from tandem.errors import BadRequest, CompilerBusy, ConfigError, TokenizerLate
 from tandem.models.files import first_line
 from tandem.models.grammars.text import StructuredOutput, refused
 from tandem.models.images import IMAGES_MAX, ImageRules, ReadImage, read_image, with_images
 from tandem.models.tokenizer.check import MEMORY_BYTES
+from tandem.models.tokenizer.pair_template import Pair
 from tandem.models.tokenizer.tokenizer import RenderedText, Tokenizer, check_unicode
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.prompt.fair_executor import FairExecutor, LateJob
@@ -76,7 +78,8 @@ INLINE_COST_MAX = 8_192  # a thread prepares prompts up to this cost; processes 
 _TOKEN_COST = 4  # cost of one token id of a prompt that is sent as token ids
 _MESSAGE_COST = 32  # cost of a chat message besides its characters: the text around the message
 _NUM_THREADS = 2
-_Text = RenderedText | tuple[int, ...] | Conversation  # a prompt before it is tokenized
+# a prompt before it is tokenized
+_Text = RenderedText | tuple[int, ...] | Conversation | Pair
 # Largest time in seconds of one job of a thread or process. The longest text takes a few seconds.
 JOB_DEADLINE_S = 60.0
 # Largest time in seconds of the check of one grammar: both tries, the waits for the tenant's turn,
@@ -156,6 +159,10 @@ class PromptPreparer:
             lambda: ThreadPoolExecutor(1, thread_name_prefix="long-grammar"), num_workers=1
         )
 
+    @property
+    def takes_images(self) -> bool:
+        return not isinstance(self._image_rules, str)
+
     async def check(self) -> None:
         """Tests in a process whether the rules in the tokenizer's file work.
 
@@ -209,12 +216,15 @@ class PromptPreparer:
                 )
                 return with_data(prepared, images)
             processes = self._processes
-            if not isinstance(text, tuple):
+            if not isinstance(text, tuple | Pair):
                 if kept is None and is_counted_first(cost, max_model_len):
                     text = await self._count(request, text, max_model_len)
                 elif kept is not None and cost > 2 * PIECE_CHARACTERS:
                     text = await self._rendered(request, text)
-                    if (ids := await self._last(request, text, kept, max_model_len)) is not None:
+                    ids = None
+                    if not self._tokenizer.cuts_end:
+                        ids = await self._last(request, text, kept, max_model_len)
+                    if ids is not None:
                         text = ids
                     else:
                         processes = self._uncut
@@ -403,6 +413,8 @@ def _cost(prompt: Prompt) -> int:
         return _TOKEN_COST * len(prompt)
     if isinstance(prompt, str):
         return len(prompt)
+    if isinstance(prompt, Pair):
+        return num_characters(prompt)
     return num_characters(prompt) + _MESSAGE_COST * len(prompt.messages)
 
 
@@ -465,11 +477,14 @@ def prepare_prompt(
 ) -> PreparedPrompt:
     """Tokenizes and hashes a prompt.
 
-    `kept` is the number of the prompt's last tokens to keep; None means all. The result has the
-    images without their data.
+    `kept` is the number of the prompt's tokens to keep, in general the last ones
+    (`Tokenizer.truncated`); None means all. A pair keeps as many tokens, but loses the last ones of
+    its document. The result has the images without their data.
     """
     if isinstance(text, tuple):
         token_ids = list(text)
+    elif isinstance(text, Pair):
+        token_ids = tokenizer.encode_pair(text, kept)
     else:
         rendered = text if isinstance(text, RenderedText) else _render(tokenizer, text)
         token_ids = tokenizer.encode_rendered(rendered)
@@ -478,7 +493,7 @@ def prepare_prompt(
         token_ids, placed = with_images(tokenizer, token_ids, images.read, images.rules)
     pinned, system = (_num_equal(tokenizer, chat, token_ids, images) for chat in starts)
     if kept is not None:
-        token_ids = token_ids[-kept:]
+        token_ids = tokenizer.truncated(token_ids, kept)
     hashes: list[bytes] = []
     if chain is not None:
         marks = image_marks(placed, chain.block_size)
@@ -540,6 +555,7 @@ def _start_process(folder: Path, nonce: str) -> None:
     global _process_tokenizer
     _tie_to_parent()
     _process_tokenizer = Tokenizer(folder, nonce=nonce)
+    exempt_loaded()
 
 
 def _tie_to_parent() -> None:

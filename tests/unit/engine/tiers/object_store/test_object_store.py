@@ -20,10 +20,10 @@ from tandem.engine.engine import Engine
 from tandem.engine.tiers import make_tiers, writes
 from tandem.engine.tiers.object_store import lookups
 from tandem.engine.tiers.object_store import storage as object_storage
-from tandem.engine.tiers.object_store.client import read_credentials, split_url
 from tandem.engine.tiers.object_store.search import search
 from tandem.engine.tiers.tier import LoadRate
 from tandem.errors import ConfigError
+from tandem.net.object_store import read_credentials, split_url
 from tests.engine_driver import make_engine, make_spec
 from tests.grouped_toy import STATE, GroupedToyRunner, Windows, make_grouped_engine
 from tests.grouped_toy import continuation as grouped_continuation
@@ -41,7 +41,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     from obstore.store import MemoryStore
 
     made = MemoryStore()
-    monkeypatch.setattr(make_tiers, "open_store", lambda config: made)
+    monkeypatch.setattr(make_tiers, "open_store", lambda *_, **__: made)
     monkeypatch.setattr(LoadRate, "observe", lambda *_: None)
     monkeypatch.setattr(lookups, "WAIT_SHARE", 1e9)
     monkeypatch.setattr(lookups, "WAIT_S_MAX", 600.0)
@@ -281,24 +281,24 @@ def test_a_store_that_refuses_is_an_error_at_the_start(
 @pytest.mark.parametrize("url", ["bucket", "s3://", "http://x/y", "s3://Bucket"])
 def test_wrong_urls(url: str) -> None:
     with pytest.raises(ConfigError, match=r"kv-store-url is .* it must be s3://BUCKET"):
-        split_url(url)
-    assert split_url("s3://buc/a/b/") == ("buc", "a/b")
-    assert split_url("s3://buc") == ("buc", "")
+        split_url(url, "kv-store")
+    assert split_url("s3://buc/a/b/", "kv-store") == ("buc", "a/b")
+    assert split_url("s3://buc", "kv-store") == ("buc", "")
 
 
 def test_credentials(tmp_path: Path) -> None:
     path = tmp_path / "credentials"
     with pytest.raises(ConfigError, match=r"kv-store-credentials .*No such file"):
-        read_credentials(path)
+        read_credentials(path, "kv-store")
     path.touch(0o600)
     path.write_text("[default]\naws_access_key_id = a\n")
     with pytest.raises(ConfigError, match="has no aws_secret_access_key"):
-        read_credentials(path)
+        read_credentials(path, "kv-store")
     path.write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b%c\n")
-    assert read_credentials(path) == {"access_key_id": "a", "secret_access_key": "b%c"}
+    assert read_credentials(path, "kv-store") == {"access_key_id": "a", "secret_access_key": "b%c"}
     path.chmod(0o604)
     with pytest.raises(ConfigError, match=r"\(mode 604\)"):
-        read_credentials(path)
+        read_credentials(path, "kv-store")
 
 
 def test_options_of_a_store_without_one() -> None:

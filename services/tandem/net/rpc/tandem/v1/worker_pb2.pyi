@@ -567,6 +567,36 @@ class BlockBytes(_message.Message):
     data: bytes
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
+class EncodeRequest(_message.Message):
+    __slots__ = ("model_fingerprint", "digest", "data", "num_rows", "cache_salt")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    digest: bytes
+    data: bytes
+    num_rows: int
+    cache_salt: bytes
+    def __init__(self, model_fingerprint: _Optional[str] = ..., digest: _Optional[bytes] = ..., data: _Optional[bytes] = ..., num_rows: _Optional[int] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+
+class EncodedImage(_message.Message):
+    __slots__ = ("model_fingerprint", "digest", "num_rows", "hidden_size", "dtype", "data")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    digest: bytes
+    num_rows: int
+    hidden_size: int
+    dtype: str
+    data: bytes
+    def __init__(self, model_fingerprint: _Optional[str] = ..., digest: _Optional[bytes] = ..., num_rows: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class ProbeRequest(_message.Message):
     __slots__ = ("num_bytes",)
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.FetchBlocksRequest.SerializeToString,
                 response_deserializer=tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.BlockBytes.FromString,
                 _registered_method=True)
+        self.Encode = channel.unary_stream(
+                '/tandem.v1.Worker/Encode',
+                request_serializer=tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.EncodeRequest.SerializeToString,
+                response_deserializer=tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.EncodedImage.FromString,
+                _registered_method=True)
         self.Probe = channel.unary_stream(
                 '/tandem.v1.Worker/Probe',
                 request_serializer=tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.ProbeRequest.SerializeToString,
@@ -144,6 +149,15 @@ class WorkerServicer(object):
 
     def FetchBlocks(self, request, context):
         """Bytes of blocks that a live lease holds: the transport for pairs without NIXL.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Encode(self, request, context):
+        """Worker that computes a prompt -> encode worker: the embedding of one image. The first message
+        has all fields but `data`; each further message has only `data`, at most 1 MiB of the rows.
+        RESOURCE_EXHAUSTED if too many images wait here, FAILED_PRECONDITION if the models differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -261,6 +275,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.FetchBlocks,
                     request_deserializer=tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.FetchBlocksRequest.FromString,
                     response_serializer=tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.BlockBytes.SerializeToString,
+            ),
+            'Encode': grpc.unary_stream_rpc_method_handler(
+                    servicer.Encode,
+                    request_deserializer=tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.EncodeRequest.FromString,
+                    response_serializer=tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.EncodedImage.SerializeToString,
             ),
             'Probe': grpc.unary_stream_rpc_method_handler(
                     servicer.Probe,
@@ -409,6 +428,33 @@ class Worker(object):
             '/tandem.v1.Worker/FetchBlocks',
             tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.FetchBlocksRequest.SerializeToString,
             tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.BlockBytes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Encode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Worker/Encode',
+            tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.EncodeRequest.SerializeToString,
+            tandem_dot_net_dot_rpc_dot_tandem_dot_v1_dot_worker__pb2.EncodedImage.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,6 +1,7 @@
-"""Runs a thread that a Ray actor cannot work without: if it fails, the actor's process exits.
+"""Runs a thread that a process cannot work without: if it fails, the process exits.
 
-Ray then restarts the actor. Otherwise the actor would still answer Ray but do nothing.
+The process is then restarted: Ray restarts an agent, and the process that started Ray's head
+restarts the pool controller. Otherwise the process would still run but do nothing.
 """
 
 import logging
@@ -12,7 +13,7 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 _EXIT_STATUS = 1
-# pause before the exit, so that a thread that always fails does not restart its actor all the time
+# pause before the exit, so that a thread that always fails does not cause restarts all the time
 _PAUSE_S = 1.0
 
 
@@ -24,7 +25,7 @@ def start_vital(name: str, run: Callable[[], None]) -> None:
         try:
             run()
         except Exception:
-            log.exception("the thread %s failed; its Ray actor ends, and Ray restarts it", name)
+            log.exception("the thread %s failed; its process ends, and is started again", name)
             time.sleep(_PAUSE_S)
             os._exit(_EXIT_STATUS)
 

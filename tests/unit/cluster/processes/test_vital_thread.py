@@ -1,4 +1,4 @@
-"""A thread that breaks takes its actor's process along, and one that ends does not."""
+"""A thread that breaks takes its process along, and one that ends does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 def test_the_process_ends_with_a_thread_that_breaks(body: str, status: int) -> None:
     script = (
         "import time\n"
-        "from tandem.cluster.ray import vital_thread\n"
+        "from tandem.cluster.processes import vital_thread\n"
         "vital_thread._PAUSE_S = 0.0\n"
         f"vital_thread.start_vital('pools', lambda: {body})\n"
         f"time.sleep({600 if status else 0.5})\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.common.perf_model.rates import DecodeRate
-from tandem.engine.scheduler.running_slots import num_running_slots
+from tandem.common.perf_model.running_slots import num_running_slots
 
 
 def running_slots(itl_limit_s: float, rate: DecodeRate | None = DecodeRate(1e-2, 2e-3)) -> int:
