@@ -1,7 +1,6 @@
 """Ends a process before its memory use harms others on its machine.
 
-Every 0.1 seconds while the memory grows, and every 0.5 seconds while it does not, a thread compares
-the growth of the resident memory with two limits:
+Every 0.1 seconds, a thread compares the growth of the resident memory with two limits:
     Growth                      Action
     above `growth_bytes_max`    `give_way` is called, which drains and then ends the process
     above the hard limit        the process ends at once
@@ -22,12 +21,11 @@ import resource
 import threading
 from collections.abc import Callable
 
-from tandem.common.process.ticks import until_tick_s
-
 log = logging.getLogger(__name__)
 
+# Also while the memory does not grow: within half a second, clients can fill more than what is
+# between the two limits, and then the process ends without a drain.
 _INTERVAL_S = 0.1
-_IDLE_INTERVAL_S = 0.5
 # The hard limit is at least this many bytes above `growth_bytes_max`, because the memory still
 # grows during the drain: clients that fill the memory are not disconnected at once.
 _ABOVE_BYTES_MIN = 256 << 20
@@ -73,10 +71,9 @@ class MemoryWatch:
     def _run(self) -> None:
         pause = threading.Event()
         gives_way = False
-        resident = 0
         while True:
-            before, resident = resident, resident_bytes()
-            growth = resident - self._base_bytes
+            pause.wait(_INTERVAL_S)
+            growth = resident_bytes() - self._base_bytes
             if growth > self._hard_bytes:
                 log.error(
                     "this process ends now: its memory grew by %d MiB, which is over the "
@@ -93,8 +90,6 @@ class MemoryWatch:
                     f"allows {self._growth_bytes_max >> 20} MiB: the process drains and ends, so "
                     "that it is started again"
                 )
-            is_growing = resident > before
-            pause.wait(_INTERVAL_S if is_growing else until_tick_s(_IDLE_INTERVAL_S))
 
 
 def resident_bytes() -> int:
