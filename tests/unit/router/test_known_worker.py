@@ -53,6 +53,18 @@ def test_what_a_record_cannot_show_yet_is_kept() -> None:
     assert seen(worker) == (250, 2)
 
 
+def test_a_worker_has_work_from_the_first_prompt_until_its_record_shows_none() -> None:
+    worker = KnownWorker(record())
+    assert not worker.has_work
+    worker.note_prefill(Prefill.of(100, 0), 10.1, forgotten_before=8.0)
+    assert worker.has_work
+    for load in ({"num_running": 1}, {"num_waiting": 1}, {"num_leases": 1}):
+        worker.take_record(record(step=1, **load), last_read_at=10.7, forgotten_before=10.5)
+        assert worker.has_work
+    worker.take_record(record(step=2), last_read_at=11.2, forgotten_before=11.0)
+    assert not worker.has_work
+
+
 def test_what_never_reached_the_worker_is_forgotten() -> None:
     worker = KnownWorker(record())
     worker.note_prefill(Prefill.of(100, 0), 10.1, forgotten_before=8.0)

@@ -49,6 +49,7 @@ from tandem.router.workers.troubles import clock_of_router
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5  # interval between reads of the workers' records
+_IDLE_INTERVAL_S = 1.0  # the interval while no worker has work, so that an idle cluster costs less
 # The interval while there is no decode worker. Requests wait for the first one, so it has to be
 # found quickly.
 _AWAITED_INTERVAL_S = 0.1
@@ -129,13 +130,19 @@ class ClusterView:
                         "error in the router; requests are still served"
                     )
                     self._problems_noted_at += _AFTER_BUG_S
-                is_awaited = self.redis_state == "ok" and not self.has_decode_worker()
-                interval_s = _AWAITED_INTERVAL_S if is_awaited else POLL_INTERVAL_S
                 # Workers write their records at ticks, so the router reads new ones.
-                await sleep_until_tick(interval_s, after_s=_AFTER_RECORDS_S)
+                await sleep_until_tick(self._poll_interval_s(), after_s=_AFTER_RECORDS_S)
         finally:
             clients = [w.client for w in self._workers.values() if w.client] + self._leaving
             await asyncio.gather(*(c.close() for c in clients))
+
+    def _poll_interval_s(self) -> float:
+        if self.redis_state != "ok":
+            return POLL_INTERVAL_S
+        if not self.has_decode_worker():
+            return _AWAITED_INTERVAL_S
+        is_idle = not self.loading and not any(w.has_work for w in self._workers.values())
+        return _IDLE_INTERVAL_S if is_idle else POLL_INTERVAL_S
 
     def roster(self) -> Roster:
         """Returns the current snapshots of all workers with KV. Only outdated snapshots are

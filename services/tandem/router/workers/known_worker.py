@@ -63,6 +63,12 @@ class KnownWorker:
         return self.load.num_waiting + num_unreported
 
     @property
+    def has_work(self) -> bool:
+        """True if the worker runs or holds anything, as far as this router knows."""
+        load = self.load
+        return bool(load.num_running or load.num_leases or self.num_queued or self._sent)
+
+    @property
     def clock_ahead_s(self) -> float:
         """The worker's clock minus this router's clock, in seconds.
 
