@@ -6,7 +6,7 @@ Starts `tandem up` on free ports and measures its capacity with the very mix (8 
 again at once). Then turns of chats arrive at that share of it, Poisson, half over HTTP and half
 over gRPC: a turn begins a chat or goes on with one (at most 6 turns, so its prefix is there, and
 pulled), and one client in ten leaves in the middle. Before it counts, what is bounded is filled:
-the KV pools, the router's log of requests, and the memory of many requests at once, which Python
+the KV pools, the routers' logs of requests, and the memory of many requests at once, which Python
 keeps.
 
 Every 5 s: memory (RSS, PSS, its own), descriptors and threads of each process of the cluster; index
@@ -116,7 +116,7 @@ class Soak:
         self._run_folder = Path(os.readlink(worker / "fd/2")).parent
 
     async def _fill(self, http: httpx.AsyncClient, clients: Clients) -> None:
-        """Fills the router's log with requests of the very mix, and the pools with blocks.
+        """Fills the routers' logs with requests of the very mix, and the pools with blocks.
 
         Then a record that is measured takes the place of one of its own kind. Raises RuntimeError
         when a turn fails.
@@ -282,8 +282,8 @@ class Options:
     capacity: float = 0.0
     """Turns/s that the cluster can serve. 0: it is measured first."""
     capacity_seconds: float = 30.0
-    fill: int = REQUESTS_MAX
-    """Requests before anything counts."""
+    fill: int = 2 * REQUESTS_MAX + 500
+    """Requests before anything counts: more than fit into the logs of both routers."""
     prefill: int = 1
     """Prefill workers."""
     decode: int = 1
