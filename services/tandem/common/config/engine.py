@@ -119,12 +119,12 @@ class EngineOptions(Options):
     0 and up to 1. `tandem up` divides the share among the workers on one GPU. --kv-memory and
     --num-blocks set the size of the KV cache independently of the share."""
     kv_host_bytes: Annotated[Size, Parameter(name="--kv-host-memory")] = 0
-    """Host memory of each worker for copies of evicted KV blocks, such as 8GiB. 0: no copies in
-    host memory."""
+    """Host memory of each worker for copies of KV blocks, such as 8GiB. 0: no copies in host
+    memory."""
     kv_disk_path: Text = ""
-    """Folder for copies of evicted KV blocks on disk. Default: no copies on disk."""
+    """Folder for copies of KV blocks on disk. Default: no copies on disk."""
     kv_disk_bytes: Annotated[PositiveSize, Parameter(name="--kv-disk-size")] = 16 << 30
-    """Disk space in --kv-disk-path for each worker's copies of evicted KV blocks, such as 16GiB."""
+    """Disk space in --kv-disk-path for each worker's copies of KV blocks, such as 16GiB."""
     kv_store_url: Text = ""
     """URL of an object store, s3://BUCKET/PREFIX, for copies of KV blocks. All workers of a model
     share these copies. Default: none."""
@@ -141,7 +141,7 @@ class EngineOptions(Options):
     of 64 hexadecimal digits. The first key encrypts new copies; all keys decrypt old copies.
     Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "value"
-    """Which evicted KV blocks are copied to memory, disk and the object store, and which copies are
+    """Which KV blocks are copied to host memory, disk and the object store, and which copies are
     dropped first. value: copies blocks that were used twice or are likely to be reused; drops
     copies that are rarely used and cheap to recompute. lru, prefix, priority: copy all blocks. lru
     drops the least recently used copy. prefix drops the copy with the most tokens before its block.
@@ -209,12 +209,12 @@ class EngineOptions(Options):
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the tiers that keep blocks evicted from the pool, fastest first."""
+        """Names of the tiers that keep copies of the pool's blocks, fastest first."""
         return tuple(tier.name for tier in KV_TIERS if getattr(self, tier.option))
 
     @property
     def has_tiers(self) -> bool:
-        """True if a tier keeps blocks evicted from the pool."""
+        """True if a tier keeps copies of the pool's blocks."""
         return bool(self.tiers)
 
     @property

@@ -53,7 +53,7 @@ class SimulateOptions(Options):
     kv_store: Switch = False
     """Simulate an object store for copies of KV blocks, which all workers share."""
     kv_tier_policy: KvTierPolicy = "value"
-    """Which evicted blocks are copied, and which copies are dropped first, as for `tandem
+    """Which blocks are copied to the tiers, and which copies are dropped first, as for `tandem
     worker`."""
     kv_host_rate: NotNegative = 0.0
     """Bytes per second at which a worker loads KV blocks from host memory. 0: the speed in --rates,
