@@ -52,7 +52,7 @@ def pages() -> dict[str, str]:
 def http_page() -> str:
     config = MagicMock(spec=RouterConfig, api="all", responses_kept=1, cluster=MagicMock())
     part: Any = MagicMock()  # the functions of the routes use the router's parts; documents do not
-    public = make_app(config, part, part, part, part, part).openapi()
+    public = make_app(config, part, part, part, part, part, part).openapi()
     admin = make_admin_app(config, [part], {}, part, part, part).openapi()
     text = _paragraph(
         "`make reference` writes this page from the OpenAPI documents that a router serves at "
@@ -77,6 +77,8 @@ def _routes(document: Mapping[str, Any]) -> Iterator[str]:
             operation = operations[method]
             content = operation.get("requestBody", {}).get("content", {})
             body = _type(content.get("application/json", {}).get("schema", {}))
+            if "multipart/form-data" in content:
+                body = "`multipart/form-data`"
             described = " ".join(operation.get("description", "").split())
             rows.append((f"`{method.upper()} {path}`", body, described))
     yield from _table(("route", "body", "what it does"), rows)
