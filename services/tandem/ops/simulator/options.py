@@ -43,7 +43,7 @@ class SimulateOptions(Options):
     prefill: Count = 0
     """Number of prefill workers. 0: decode workers also prefill."""
     kv_tokens: Positive = 3_000_000
-    """Number of tokens in each worker's KV cache."""
+    """Number of tokens in each worker's KV pool."""
     block_size: Positive = BLOCK_SIZE
     """Number of tokens in a block of the trace. Blocks of Mooncake's traces have 512."""
     kv_host_memory: Count = 0
