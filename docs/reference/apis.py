@@ -35,7 +35,7 @@ from tandem.api.app import make_app
 from tandem.common.config.engine import EngineOptions
 from tandem.common.config.router import RouterConfig
 from tandem.common.options import make_app as make_parser
-from tandem.llm import _VLLM_OPTIONS
+from tandem.llm import _VLLM_OPTIONS, _engine_config
 
 ROOT = Path(__file__).parents[2]
 _WIDTH = 120
@@ -297,18 +297,27 @@ def _llm_options() -> Iterator[str]:
     yield from ("## Options of LLM and AsyncLLM", "")
     yield from _paragraph(
         "`LLM` and `AsyncLLM` take these options by name, most of which `tandem worker` has, too. "
-        "Where vLLM's `LLM` has an option, its name is vLLM's."
+        "Where vLLM's `LLM` has an option, its name is vLLM's. Sizes are numbers of bytes, and "
+        "times are seconds. Where the default is `None`, the text says what it means under `0`."
     )
     names = {own: name for name, own in _VLLM_OPTIONS.items()}
+    found = make_parser(EngineOptions).assemble_argument_collection(parse_docstring=True)
+    fields_of = {argument.name: argument.keys[-1] for argument in found if argument.keys}
+    defaults = _engine_config("", enable_lora=True, options={})
+
+    def as_argument(option: re.Match[str]) -> str:
+        field = fields_of.get(option[0])
+        return f"`{names.get(field, field)}`" if field else option[0]
+
     rows = []
-    for argument in make_parser(EngineOptions).assemble_argument_collection(parse_docstring=True):
+    for argument in found:
         field = argument.field_info.names[0] if argument.field_info.names else ""
         if argument.parse and field not in ("", "settings", "lora", "queue_max"):
-            default = argument.field_info.default
-            shown = "" if default is inspect.Parameter.empty else f"`{default!r}`"
-            rows.append(
-                (f"`{names.get(field, field)}`", shown, _cell(argument.parameter.help or ""))
-            )
+            default = f"`{getattr(defaults, field)!r}`"
+            if field == "num_threads":
+                default = "the cores of the process, divided by `tensor_parallel_size`"
+            text = re.sub(r"--[a-z-]+", as_argument, argument.parameter.help or "")
+            rows.append((f"`{names.get(field, field)}`", default, _cell(text)))
     yield from _table(("option", "default", "meaning"), rows)
 
 
