@@ -35,7 +35,7 @@ from tandem.api.app import make_app
 from tandem.common.config.engine import EngineOptions
 from tandem.common.config.router import RouterConfig
 from tandem.common.options import make_app as make_parser
-from tandem.llm import _VLLM_OPTIONS
+from tandem.llm import _VLLM_OPTIONS, _engine_config
 
 ROOT = Path(__file__).parents[2]
 _WIDTH = 120
@@ -52,7 +52,7 @@ def pages() -> dict[str, str]:
 def http_page() -> str:
     config = MagicMock(spec=RouterConfig, api="all", responses_kept=1, cluster=MagicMock())
     part: Any = MagicMock()  # the functions of the routes use the router's parts; documents do not
-    public = make_app(config, part, part, part, part, part).openapi()
+    public = make_app(config, part, part, part, part, part, part).openapi()
     admin = make_admin_app(config, [part], {}, part, part, part).openapi()
     text = _paragraph(
         "`make reference` writes this page from the OpenAPI documents that a router serves at "
@@ -77,6 +77,8 @@ def _routes(document: Mapping[str, Any]) -> Iterator[str]:
             operation = operations[method]
             content = operation.get("requestBody", {}).get("content", {})
             body = _type(content.get("application/json", {}).get("schema", {}))
+            if "multipart/form-data" in content:
+                body = "`multipart/form-data`"
             described = " ".join(operation.get("description", "").split())
             rows.append((f"`{method.upper()} {path}`", body, described))
     yield from _table(("route", "body", "what it does"), rows)
@@ -295,18 +297,27 @@ def _llm_options() -> Iterator[str]:
     yield from ("## Options of LLM and AsyncLLM", "")
     yield from _paragraph(
         "`LLM` and `AsyncLLM` take these options by name, most of which `tandem worker` has, too. "
-        "Where vLLM's `LLM` has an option, its name is vLLM's."
+        "Where vLLM's `LLM` has an option, its name is vLLM's. Sizes are numbers of bytes, and "
+        "times are seconds. Where the default is `None`, the text says what it means under `0`."
     )
     names = {own: name for name, own in _VLLM_OPTIONS.items()}
+    found = make_parser(EngineOptions).assemble_argument_collection(parse_docstring=True)
+    fields_of = {argument.name: argument.keys[-1] for argument in found if argument.keys}
+    defaults = _engine_config("", enable_lora=True, options={})
+
+    def as_argument(option: re.Match[str]) -> str:
+        field = fields_of.get(option[0])
+        return f"`{names.get(field, field)}`" if field else option[0]
+
     rows = []
-    for argument in make_parser(EngineOptions).assemble_argument_collection(parse_docstring=True):
+    for argument in found:
         field = argument.field_info.names[0] if argument.field_info.names else ""
         if argument.parse and field not in ("", "settings", "lora", "queue_max"):
-            default = argument.field_info.default
-            shown = "" if default is inspect.Parameter.empty else f"`{default!r}`"
-            rows.append(
-                (f"`{names.get(field, field)}`", shown, _cell(argument.parameter.help or ""))
-            )
+            default = f"`{getattr(defaults, field)!r}`"
+            if field == "num_threads":
+                default = "the cores of the process, divided by `tensor_parallel_size`"
+            text = re.sub(r"--[a-z-]+", as_argument, argument.parameter.help or "")
+            rows.append((f"`{names.get(field, field)}`", default, _cell(text)))
     yield from _table(("option", "default", "meaning"), rows)
 
 

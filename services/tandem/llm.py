@@ -288,7 +288,7 @@ class LLM:
         """Returns one output for each conversation. `messages` is one conversation (a list of
         messages) or a list of conversations. `fields` may be these fields of the HTTP API's chat
         requests: tools, tool_choice, parallel_tool_calls, reasoning_effort, chat_template_kwargs,
-        add_generation_prompt and continue_final_message."""
+        add_generation_prompt, continue_final_message and add_special_tokens."""
         return self._outputs(self._chats(messages, sampling_params, lora_request, fields))
 
     def chat_stream(

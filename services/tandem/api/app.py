@@ -155,7 +155,7 @@ def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
 
     @app.post("/invocations", **generation_route(ChatBody, CompletionBody))
     async def invocations(request: Request) -> Response:
-        """A chat or a completion, as SageMaker calls its models."""
+        """Answers a chat or a completion. SageMaker calls its models at this path."""
         return await serve(request, parse_either, kind_of)
 
 
@@ -167,5 +167,5 @@ def _add_server(app: FastAPI, models: Models) -> None:
 
     @app.get("/load")
     async def load() -> Response:
-        """The number of open requests of this router, as vLLM reports it."""
+        """Returns the number of open requests of this router, as vLLM does."""
         return JsonResponse({"server_load": models.num_running})

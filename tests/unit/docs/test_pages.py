@@ -93,6 +93,18 @@ def test_every_package_is_on_the_newcomers_page() -> None:
     assert not {f for f in folders if f"{f}/" not in named}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_names_are_in_the_files_that_the_text_gives_for_them(page: Path) -> None:
+    """A text such as "`_RANGES` of `check_spec.py`" gives a file for a name."""
+    text = " ".join(page.read_text().split())
+    pattern = r"((?:`\w+`(?:, | or | and ))*`\w+`) (?:of|in) `([\w/]+\.py)`"
+    for names, path in re.findall(pattern, text):
+        files = [file for file in (ROOT / path, *TANDEM.glob(f"**/{path}")) if file.exists()]
+        assert files, path
+        sources = " ".join(file.read_text() for file in files)
+        assert not [n for n in re.findall(r"`(\w+)`", names) if not re.search(rf"\b{n}\b", sources)]
+
+
 def is_exported(metric: str) -> bool:
     """Returns whether the sources have the name, whole or as a family's beginning and its last
     part."""

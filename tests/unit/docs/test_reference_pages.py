@@ -10,7 +10,7 @@ import pytest
 
 import tandem
 from docs.reference import apis, figures
-from tests.harness.documents import ROOT
+from tests.harness.documents import ROOT, pages, tokens
 
 
 def test_the_pages_of_the_apis_are_those_of_the_code() -> None:
@@ -24,6 +24,23 @@ def test_each_route_of_the_public_api_says_what_it_does() -> None:
     routes = re.findall(r"^\| `(\w+ /\S*)` \|.*\|(.*)\|$", public, re.MULTILINE)
     assert len(routes) > 30
     assert not [route for route, description in routes if not description.strip()]
+
+
+def test_each_call_that_a_page_names_is_in_the_reference() -> None:
+    """Pages name a call such as `GET /v1/files/ID`."""
+    reference = (ROOT / "docs" / "reference" / "http.md").read_text()
+    routes = {
+        re.sub(r"\{\w+\}", "ID", r) for r in re.findall(r"^\| `(\w+ /\S*)` ", reference, re.M)
+    }
+    named = {
+        re.sub(r"/(?:[A-Z]+|\{\w+\}|decode-0)(?=/|$)", "/ID", token.content.partition("?")[0])
+        for page in pages()
+        for token in tokens(page)
+        if token.type == "code_inline" and re.match(r"(?:GET|POST|DELETE) /", token.content)
+    }
+    undocumented = {"POST /ping"}  # the same as GET
+    assert len(named) > 40
+    assert not named - routes - undocumented
 
 
 def test_each_name_of_the_python_api_has_a_section() -> None:

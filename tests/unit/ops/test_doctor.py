@@ -15,6 +15,7 @@ from tandem.ops.doctor import clocks, command, devices, system
 from tandem.ops.doctor.command import CHECKS, redis
 from tandem.ops.doctor.host import HostFiles
 from tandem.router.workers.troubles import is_disk_full
+from tests.harness.documents import ROOT
 from tests.harness.terminal import Terminal
 
 RDMA = {
@@ -333,3 +334,10 @@ def test_the_command_tells_of_each_check(capsys: pytest.CaptureFixture[str]) -> 
     assert sum(not line.startswith(" ") for line in told) == len(CHECKS) + 1
     assert sum("effect: " in line for line in told) == sum("remedy: " in line for line in told)
     assert f"of {len(CHECKS)} checks found a problem" in told[-1]
+
+
+def test_the_page_lists_the_checks_in_their_order() -> None:
+    table = (ROOT / "docs" / "operations.md").read_text().partition("| check | problem |")[2]
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    listed = [name for row in rows for name in row.split("|")[1].strip().split(", ")]
+    assert listed == [check(HostFiles()).name for check in CHECKS]

@@ -23,7 +23,7 @@ def add_adapter_routes(app: FastAPI, config: RouterConfig, control: AdapterContr
 
     @app.post(LOAD_ADAPTER_PATH)
     async def load(request: Request) -> Response:
-        """Serves an adapter; answers in words, as vLLM does."""
+        """Starts to serve an adapter. The answer is plain text, as in vLLM."""
         body = _checked(await read_json_object(request, config), _LOAD)
         name = body.get("lora_name")
         path = body.get("lora_path")
@@ -46,7 +46,7 @@ def add_adapter_routes(app: FastAPI, config: RouterConfig, control: AdapterContr
 
     @app.post(UNLOAD_ADAPTER_PATH)
     async def unload(request: Request) -> Response:
-        """Serves an adapter no more; requests that use it go on."""
+        """Stops serving an adapter. Requests that use it continue."""
         body = _checked(await read_json_object(request, config), _UNLOAD)
         if not (name := body.get("lora_name")):
             raise BadRequest("'lora_name' must be provided.", param="lora_name")

@@ -90,8 +90,8 @@ def make_admin_app(
 
     @app.get(LIVE_PATH)
     async def live(request: Request) -> Response:
-        """Streams what the page shows of the first model, or of the one that the query parameter
-        `model` names, as server-sent events: all of it, then what changes."""
+        """Streams what the page shows as server-sent events: all of it, then the changes. The
+        query parameter `model` names a model; the default is the first one."""
         model = served_model(served, request.query_params.get("model", ""))
         return LiveStream(pages[model.config.group])
 

@@ -76,7 +76,7 @@ def add_cluster_routes(
 
     @app.post("/v1/cluster", status_code=202)
     async def scale(request: Request) -> Response:
-        """Asks the owner of the pools for these sizes; GET shows when they are reached."""
+        """Sends new sizes to the owner of the pools. GET shows when they are reached."""
         body = await read_json_object(request, config)
         sizes = await control.scale(body, who=caller(request.scope))
         return JsonResponse({"wanted": sizes}, 202)
@@ -91,8 +91,8 @@ def add_cluster_routes(
 
     @app.post("/v1/cluster/workers/{worker_id}/drain", status_code=202)
     async def drain(worker_id: str, request: Request) -> Response:
-        """Drains a worker, within `deadline_s`; GET no longer lists it once it has left. The last
-        decode worker needs `force`."""
+        """Drains a worker, within `deadline_s`. When the worker has left, GET does not list it. To
+        drain the last decode worker, set `force`."""
         body = await read_allowed(request, "deadline_s", "force")
         if not isinstance(force := body.get("force", False), bool):
             raise BadRequest("force must be true or false", param="force")
@@ -103,8 +103,8 @@ def add_cluster_routes(
 
     @app.get("/v1/cluster/workers/{worker_id}/log")
     async def log(worker_id: str, request: Request) -> Response:
-        """Returns a part of the log of a worker, or of this router, and the place where it ends:
-        with `?after=PLACE`, what comes then. An empty text: there is no more yet."""
+        """Returns a part of the log of a worker or of this router in `text`, and in `after` the
+        position of its end. `?after=POSITION` reads on from there. An empty text: no more yet."""
         after = LogPosition.parse(request.query_params.get("after", ""))
         if worker_id == config.router_id:
             text, end = await read_own_log(after)

@@ -112,8 +112,9 @@ class _Part(BaseModel):
 
 
 class CacheControl(Strict):
-    """A mark up to which a client wants its prompt cached. All of it is; what is before the last
-    mark is pinned. `scope` has no effect: the requests of a tenant share their cache."""
+    """Marks the end of a part of the prompt that the client wants cached. Every prompt is cached,
+    and the part before the last mark is pinned. `scope` has no effect: the requests of a tenant
+    share their cache."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -445,7 +446,7 @@ class AnthropicToolChoice(_Part):
 
 
 class Thinking(Strict):
-    """Nothing but `max_tokens` bounds what a model thinks, and all of it is shown."""
+    """Whether the model reasons. Only `max_tokens` bounds the reasoning, and all of it is shown."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     field_policy = FieldPolicy(hints=each("budget_tokens", "display"))
@@ -581,7 +582,7 @@ class ContextManagement(Strict):
 
 
 class Thread(_Part):
-    """A conversation that the server is to keep, which this one does not."""
+    """A conversation that the client wants the server to keep. Tandem keeps none."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None

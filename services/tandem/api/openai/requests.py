@@ -116,7 +116,7 @@ class BudgetField(Strict):
 
 
 class ChatTextPart(BaseModel):
-    """It ignores further keys, as a message does: some clients mark parts for a cache."""
+    """A part of a message. Further keys are ignored: some clients mark parts for a cache."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -125,7 +125,7 @@ class ChatTextPart(BaseModel):
 
 
 class ImageUrl(BaseModel):
-    """It ignores `detail`: a model has one way of processing images."""
+    """An image. `detail` is ignored: a model has one way of processing images."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 

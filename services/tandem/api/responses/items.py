@@ -66,7 +66,7 @@ class ResponseTextPart(ContentPart):
 
 
 class ResponseImagePart(ContentPart):
-    """It ignores `detail`: a model has one way of processing images."""
+    """An image. `detail` is ignored: a model has one way of processing images."""
 
     type: Literal["input_image"]
     image_url: str
@@ -118,7 +118,7 @@ class ReasoningPart(ContentPart):
 
 
 class ReasoningItem(ContentPart):
-    """Reasoning of an earlier response. `encrypted_content` of other servers says nothing here."""
+    """Reasoning of an earlier response. `encrypted_content` of other servers has no effect."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningPart] | None = None

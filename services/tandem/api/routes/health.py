@@ -11,12 +11,12 @@ from tandem.router.request.models import Models
 def add_health_routes(app: FastAPI, models: Models) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """The process answers; see /ready for whether requests are served."""
+        """Answers 200 while the process runs. /ready says whether it serves requests."""
         return JsonResponse({"status": "ok"})
 
     @app.get("/started")
     async def started() -> Response:
-        """Answers 200 once all models are loaded: requests are taken and wait for workers."""
+        """Answers 200 when all models are loaded. Requests may still have to wait for workers."""
         if any(generator.model is None for generator in models):
             return error_response(NoWorkers(models.not_ready_reason(), retry_after_s=1.0))
         return JsonResponse({"status": "started"})
@@ -31,5 +31,5 @@ def add_health_routes(app: FastAPI, models: Models) -> None:
     @app.get("/ping")
     @app.post("/ping", include_in_schema=False)
     async def ping() -> Response:
-        """Answers as /ready does; SageMaker asks this path."""
+        """Answers as /ready does. SageMaker calls this path."""
         return await ready()

@@ -19,7 +19,7 @@ from tandem.router.request.generator import Generator
 def add_usage_route(app: FastAPI, generator: Generator) -> None:
     @app.get("/v1/usage")
     async def usage(request: Request) -> Response:
-        """Requests and tokens of the `last` windows (`day` or `minute`, UTC), by `tenant`."""
+        """Returns the use of each tenant in the `last` windows (`day` or `minute`, in UTC)."""
         params = request.query_params
         window = params.get("window", "day")
         last = params.get("last", "1")

@@ -90,7 +90,7 @@ class EngineOptions(Options):
     quantized weights stay quantized. bfloat16, float32: quantized weights are converted to this
     type when the model is loaded. Exception: fp8 weights stay fp8 on native kernels."""
     kv_dtype: KvDtype = "auto"
-    """Data type of the KV cache. auto: the same as the computation. int8 and fp8_e4m3 take about
+    """Data type of the KV pool. auto: the same as the computation. int8 and fp8_e4m3 take about
     half of the memory of bfloat16, k8v4 (keys of 8 bits, values of 4 bits) 40%, and int4 28%. k8v4
     and int4 need native or torch kernels. int4 runs a calibration when the model starts for the
     first time. For models with DeepSeek's latent attention, int8 is the only quantized type."""
@@ -110,21 +110,21 @@ class EngineOptions(Options):
     block_size: Positive = 16
     """Number of tokens in a KV block."""
     kv_bytes_max: Annotated[SizeOrNone, Parameter(name="--kv-memory")] = None
-    """Memory of a worker's KV cache, such as 4GiB. 0: 1GiB on CPUs; on GPUs, the memory that
+    """Memory of a worker's KV pool, such as 4GiB. 0: 1GiB on CPUs; on GPUs, the memory that
     --gpu-memory-utilization leaves after weights, steps and CUDA graphs."""
     num_blocks: PositiveOrNone = None
-    """Number of blocks in the KV cache. 0: as many as --kv-memory holds."""
+    """Number of blocks in the KV pool. 0: as many as --kv-memory holds."""
     gpu_memory_utilization: GpuShare = 0.9
-    """Share of a GPU's total memory for a worker's weights, steps, CUDA graphs and KV cache, above
+    """Share of a GPU's total memory for a worker's weights, steps, CUDA graphs and KV pool, above
     0 and up to 1. `tandem up` divides the share among the workers on one GPU. --kv-memory and
-    --num-blocks set the size of the KV cache independently of the share."""
+    --num-blocks set the size of the KV pool independently of the share."""
     kv_host_bytes: Annotated[Size, Parameter(name="--kv-host-memory")] = 0
-    """Host memory of each worker for copies of evicted KV blocks, such as 8GiB. 0: no copies in
-    host memory."""
+    """Host memory of each worker for copies of KV blocks, such as 8GiB. 0: no copies in host
+    memory."""
     kv_disk_path: Text = ""
-    """Folder for copies of evicted KV blocks on disk. Default: no copies on disk."""
+    """Folder for copies of KV blocks on disk. Default: no copies on disk."""
     kv_disk_bytes: Annotated[PositiveSize, Parameter(name="--kv-disk-size")] = 16 << 30
-    """Disk space in --kv-disk-path for each worker's copies of evicted KV blocks, such as 16GiB."""
+    """Disk space in --kv-disk-path for each worker's copies of KV blocks, such as 16GiB."""
     kv_store_url: Text = ""
     """URL of an object store, s3://BUCKET/PREFIX, for copies of KV blocks. All workers of a model
     share these copies. Default: none."""
@@ -141,13 +141,13 @@ class EngineOptions(Options):
     of 64 hexadecimal digits. The first key encrypts new copies; all keys decrypt old copies.
     Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "value"
-    """Which evicted KV blocks are copied to memory, disk and the object store, and which copies are
+    """Which KV blocks are copied to host memory, disk and the object store, and which copies are
     dropped first. value: copies blocks that were used twice or are likely to be reused; drops
     copies that are rarely used and cheap to recompute. lru, prefix, priority: copy all blocks. lru
     drops the least recently used copy. prefix drops the copy with the most tokens before its block.
     priority drops the copy with the lowest kv_priority, a field of requests."""
     kv_pin_share: PinShare = 0.5
-    """Largest share of the KV cache, and of each tier, that requests may protect from eviction: 0
+    """Largest share of the KV pool, and of each tier, that requests may protect from eviction: 0
     to 1."""
     max_model_len: PositiveOrNone = None
     """Largest number of tokens in a prompt and its answer together. 0: the model's own limit."""
@@ -209,12 +209,12 @@ class EngineOptions(Options):
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the tiers that keep blocks evicted from the pool, fastest first."""
+        """Names of the tiers that keep copies of the pool's blocks, fastest first."""
         return tuple(tier.name for tier in KV_TIERS if getattr(self, tier.option))
 
     @property
     def has_tiers(self) -> bool:
-        """True if a tier keeps blocks evicted from the pool."""
+        """True if a tier keeps copies of the pool's blocks."""
         return bool(self.tiers)
 
     @property

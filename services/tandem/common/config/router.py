@@ -163,9 +163,9 @@ class AdmissionOptions(Options):
     keys_file: Annotated[Text, Own] = ""
     """JSON file with API keys, such as a mounted Secret, in addition to the keys in Redis."""
     grpc_memory: PositiveSize = 1 << 30
-    """Largest growth of the process's memory after the model is loaded, in bytes. Beyond this
-    limit, the process drains and ends, and `tandem up`, Kubernetes or Compose starts the process
-    again. Only with --api grpc or --endpoint-picker."""
+    """Largest growth of the memory of the process that serves only gRPC, or of an endpoint picker,
+    after the model is loaded. Beyond this limit, the process drains and ends, and `tandem up`,
+    Kubernetes or Compose starts it again."""
     keys_max_age_s: Seconds = 0.0
     """Refuse requests with API keys if the router could not read the keys from Redis for this many
     seconds. 0: never."""

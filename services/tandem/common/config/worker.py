@@ -65,9 +65,9 @@ def _parse_cores(text: str) -> tuple[int, ...]:
 class WorkerOptions(Options):
     """`tandem worker` runs one worker until it is drained. Its secrets come from the environment.
 
-    The exit status is 0 after a drain, and 1 if the engine ended or no KV blocks can be pulled any
-    more. It is 2 if settings are wrong or incompatible with the other workers; a restart does not
-    help then.
+    The exit status is 0 after a drain. It is 1 if the engine ended, the model was not loaded in
+    time, or no KV blocks can be pulled any more. It is 2 if settings are wrong or incompatible with
+    the other workers, or too little memory is free; a restart alone does not help then.
     """
 
     role: Annotated[WorkerRole, Own]

@@ -43,7 +43,7 @@ class SimulateOptions(Options):
     prefill: Count = 0
     """Number of prefill workers. 0: decode workers also prefill."""
     kv_tokens: Positive = 3_000_000
-    """Number of tokens in each worker's KV cache."""
+    """Number of tokens in each worker's KV pool."""
     block_size: Positive = BLOCK_SIZE
     """Number of tokens in a block of the trace. Blocks of Mooncake's traces have 512."""
     kv_host_memory: Count = 0
@@ -53,7 +53,7 @@ class SimulateOptions(Options):
     kv_store: Switch = False
     """Simulate an object store for copies of KV blocks, which all workers share."""
     kv_tier_policy: KvTierPolicy = "value"
-    """Which evicted blocks are copied, and which copies are dropped first, as for `tandem
+    """Which blocks are copied to the tiers, and which copies are dropped first, as for `tandem
     worker`."""
     kv_host_rate: NotNegative = 0.0
     """Bytes per second at which a worker loads KV blocks from host memory. 0: the speed in --rates,

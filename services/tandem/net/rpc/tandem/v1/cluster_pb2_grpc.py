@@ -80,23 +80,24 @@ class ClusterServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetCluster(self, request, context):
-        """Pools, workers and what the autoscaler says, as this router sees them.
+        """Returns the pools, the workers and the decisions of the autoscaler, as this router sees them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScalePools(self, request, context):
-        """Asks who owns the pools' sizes for others: the pool controller, or on Kubernetes the API server
-        for the scale of the pool's own object. GetCluster tells when they are reached.
-        FAILED_PRECONDITION where that is somebody else.
+        """Sends new sizes to their owner: the pool controller, or on Kubernetes the API server for the
+        scale of the pool's own object. GetCluster shows when they are reached. FAILED_PRECONDITION if
+        another program owns the sizes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetWorkerRole(self, request, context):
-        """Moves a worker to the other pool, or back, without a restart. Answers when it does its work.
+        """Moves a worker to the other pool, or back, without a restart. Answers when the worker serves
+        there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,31 +111,31 @@ class ClusterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """A worker leaves in order: it takes nothing new from now on, its sequences move to other workers
-        with their KV or end where they are, and it exits when nobody holds anything there any more, at
-        the latest after deadline_s. Answers when that has begun.
+        """Drains a worker: it takes no new requests, and its sequences move to other workers with their
+        KV, or end where they are. It exits when it holds nothing more, at the latest after deadline_s.
+        Answers when the drain has begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Workers drop the cached blocks that nobody uses. Requests go on with the blocks that they use.
+        """Drops the cached blocks that no request uses. Requests continue with the blocks that they use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadLoraAdapter(self, request, context):
-        """Serves a LoRA adapter under a name of its own, beside the model. Answers once this router knows
-        it. INVALID_ARGUMENT if its folder cannot be used, or the name is taken.
+        """Starts to serve a LoRA adapter under a name of its own. Answers when this router serves it.
+        INVALID_ARGUMENT if its folder cannot be used, or the name is taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadLoraAdapter(self, request, context):
-        """Serves it no more; requests that use it go on. NOT_FOUND if there is none of this name.
+        """Stops serving an adapter. Requests that use it continue. NOT_FOUND if no adapter has the name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -66,8 +66,8 @@ class InferenceServicer(object):
 
     def Generate(self, request, context):
         """Generates completions of one prompt (one by default) and streams them as they are made. Each
-        message is about the choice `index`, whose last one has finish_reason. The last message of all
-        has usage; nothing follows it. Cancelling the call frees everything the request holds.
+        message belongs to the choice `index`, and the last one of a choice has finish_reason. The last
+        message of all has usage. Cancelling the call frees everything that the request holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,28 +75,28 @@ class InferenceServicer(object):
 
     def Embed(self, request, context):
         """Embeds texts: one message for each input, in the order of the inputs. The last message has
-        usage. Cancelling the call frees everything it holds.
+        usage. Cancelling the call frees everything that it holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """What became of a request, of the ones that this router served of late; NOT_FOUND for others.
+        """Returns the record of one of the last 4,096 requests of this router; NOT_FOUND for others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetUsage(self, request, context):
-        """What tenants used: one's own, or with an operator's key all tenants'.
+        """Returns the usage of the key's tenant, or with an operator's key that of all tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models this cluster serves.
+        """Lists the models that this cluster serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
