@@ -7,9 +7,10 @@ A cluster of `tandem up` with one prefill and one decode worker. First, in turn:
     alone         a batch on the idle cluster: its lines a second
     capacity      8 clients of interactive requests that ask again at once: their requests a second
 
-Then pairs of runs with the same interactive requests, in an open loop with Poisson arrivals at
-`load` times the capacity. One run of each pair has a batch beside it, and which run comes first
-alternates. A batch should get the lines that the interactive requests leave:
+Then pairs of runs of interactive requests, in an open loop with Poisson arrivals at `load` times
+the capacity. Both runs of a pair have the same arrivals, and other prompts, as cached ones would be
+faster. One run of each pair has a batch beside it, and which run comes first alternates. A batch
+should get the lines that the interactive requests leave:
 
     left = alone * (1 - requests a second / capacity)
 
@@ -80,10 +81,10 @@ def main(options: Options = Options()) -> int:
         print(f"alone {alone:.2f} lines/s, capacity {capacity:.2f} requests/s", flush=True)
         pairs = []
         for number in range(options.pairs):
-            asks = list(arrivals(rng, options.load * capacity, options.seconds))
+            times = list(arrivals(rng, options.load * capacity, options.seconds))
             runs: dict[bool, dict[str, float]] = {}
             for is_beside in (False, True) if number % 2 else (True, False):
-                runs[is_beside] = run(cluster.url, asks, options, rng, is_beside=is_beside)
+                runs[is_beside] = run(cluster.url, times, options, rng, is_beside=is_beside)
                 cluster.wait_idle()
             pairs.append(compare(runs[False], runs[True], alone, capacity))
             print(json.dumps(pairs[-1]), flush=True)
@@ -118,16 +119,17 @@ async def saturate(url: str, rng: Random, seconds: float) -> float:
     return done / (time.perf_counter() - began)
 
 
-def arrivals(rng: Random, rate: float, seconds: float) -> Iterator[Ask]:
+def arrivals(rng: Random, rate: float, seconds: float) -> Iterator[float]:
     at_s = rng.expovariate(rate)
     while at_s < seconds:
-        yield Ask(random_prompt(rng, ASK_IN), ASK_OUT, at_s)
+        yield at_s
         at_s += rng.expovariate(rate)
 
 
 def run(
-    url: str, asks: Sequence[Ask], options: Options, rng: Random, *, is_beside: bool
+    url: str, times: Sequence[float], options: Options, rng: Random, *, is_beside: bool
 ) -> dict[str, float]:
+    asks = [Ask(random_prompt(rng, ASK_IN), ASK_OUT, at_s) for at_s in times]
     if not is_beside:
         return asyncio.run(measure(url, asks, options.seconds))
     with batch(url, options.lines, rng) as lines:

@@ -66,6 +66,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     groups: tuple[GroupLoad, ...] = ()
     # Number of the `num_running` sequences whose prompt this worker still computes, for itself.
     num_prefilling: int = 0
+    # Number of lines of batches among `num_running`. They give way to other sequences.
+    num_lines: int = 0
 
     def queue_s(self, rates: WorkerRates) -> float:
         """Returns the seconds until the queued tokens are computed. If the worker does not report
@@ -76,6 +78,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     def num_requests(self) -> int:
         """Total number of sequences and leases of the worker."""
         return self.num_running + self.num_waiting + self.num_pulls + self.num_leases
+
+    @property
+    def num_others(self) -> int:
+        """Number of running sequences that are no lines of batches."""
+        return max(0, self.num_running - self.num_lines)
 
     @property
     def num_decoding(self) -> int:
@@ -90,8 +97,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
 
     @property
     def num_slots_taken(self) -> int:
-        """Number of running slots that sequences occupy."""
-        return self.num_running + self.num_pulls
+        """Number of running slots that sequences occupy, without lines of batches."""
+        return self.num_others + self.num_pulls
 
     @property
     def kv_use(self) -> float:

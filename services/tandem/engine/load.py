@@ -37,12 +37,14 @@ def measure_load(
     num_waiting = len(scheduler.waiting)
     num_awaiting = len(scheduler.awaiting) + len(scheduler.loading)
     num_imports = peer_blocks.num_imports
+    # Lines of batches are computed last, so no other prompt waits for theirs.
+    queued = [s for s in sequences if not s.spec.is_batch]
     num_prefill_only = len(sequences) - num_running - num_waiting - num_awaiting
     return WorkerLoad(
         num_running=num_running,
         num_waiting=num_waiting,
-        queued_tokens=sum(s.missing_span[0] for s in sequences),
-        queued_s=scheduler.deadlines.queued_s(sequences),
+        queued_tokens=sum(s.missing_span[0] for s in queued),
+        queued_s=scheduler.deadlines.queued_s(queued),
         blocks_total=sum(kv.num_usable_blocks),
         blocks_used=sum(pool.num_used for pool in kv.pools),
         blocks_cached=sum(pool.num_cached for pool in kv.pools),
@@ -56,6 +58,7 @@ def measure_load(
         chunk_tokens=scheduler.chunk_tokens,
         groups=kv.group_loads(),
         num_prefilling=sum(not s.in_decode for s in running),
+        num_lines=sum(s.spec.is_batch for s in running),
     )
 
 

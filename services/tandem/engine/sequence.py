@@ -153,7 +153,7 @@ class Sequence:
     # At first the spec's mode. WAITING_FOR_REMOTE_KV becomes LOCAL when the wait for KV ends.
     mode: Mode
     token_ids: list[int]
-    # Number in the order of arrival, by which queues are sorted. Preemption and restart keep it.
+    # Number in the order of arrival. Preemption and restart keep it.
     arrival: int
     block_size: int
     chain_root: bytes

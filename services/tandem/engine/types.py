@@ -67,6 +67,9 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # (sequence.py). The parent must already have the KV of all tokens of this sequence except the
     # last; otherwise this sequence starts without a fork. Empty: no parent.
     fork_of: str = ""
+    # True: a line of a batch. Other sequences are computed and admitted first, and chunks of its
+    # prompt are small, so that it hardly delays them.
+    is_batch: bool = False
     # Number of leading tokens of the prompt that other chats with its system prompt and tools have,
     # too. The states after them are frozen. 0: unknown.
     system_tokens: int = 0

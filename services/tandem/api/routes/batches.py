@@ -143,12 +143,12 @@ class _LinesOfModel:
     def is_short(self) -> bool:
         return is_short(self._view.snapshots(), self._requests())
 
-    def may_start(self, since_s: float) -> bool:
-        return may_start(self._view.snapshots(), self._requests(), since_s=since_s)
+    def may_start(self) -> bool:
+        return may_start(self._view.snapshots(), self._requests())
 
     async def wait(self) -> None:
         self._num_aside += 1
-        self._gate.note_left()
+        self._gate.notify()
         try:
             await self._gate.turn()
         finally:
@@ -189,9 +189,6 @@ class _LinesOfModel:
         return Requests(
             num_lines=generator.lines.num_running + early - self._num_aside,
             num_lines_waiting=generator.lines.num_waiting + early,
-            num_left=self._gate.num_left,
-            num_interactive=generator.interactive.num_running,
-            num_interactive_waiting=generator.interactive.num_waiting,
         )
 
 
@@ -221,11 +218,11 @@ class BatchService:
         )
         self.batches = Batches(store, self.runner.notify)
 
-    def _may_start(self, since_s: float) -> bool:
+    def _may_start(self) -> bool:
         """Returns whether a line may start. Its model is not known yet, so all models that are
         served must have spare capacity."""
         served = [each for each in self._models.values() if each.is_served]
-        return bool(served) and all(each.may_start(since_s) for each in served)
+        return bool(served) and all(each.may_start() for each in served)
 
     def line_of(self, generator: Generator) -> AbstractAsyncContextManager[None]:
         """Returns the context in which a line of this model runs (`_LinesOfModel.call`)."""

@@ -18,6 +18,9 @@ import msgspec
 
 from tandem.common.kv_tiers import DISK, KV_TIERS
 
+# Lines of batches may make a decode step of other sequences longer by this share.
+LINES_ITL_SHARE = 0.08
+
 
 class PrefillRate(msgspec.Struct, frozen=True):
     """The cost of prefill in seconds. The default values are typical of a small model on a CPU."""
@@ -51,8 +54,13 @@ class DecodeRate(msgspec.Struct, frozen=True):
     step_s: float = 1e-2
     sequence_s: float = 1e-3
 
-    def seconds(self, num_sequences: int) -> float:
+    def seconds(self, num_sequences: float) -> float:
         return self.step_s + self.sequence_s * max(0, num_sequences)
+
+    def num_lines_beside(self, num_sequences: float) -> float:
+        """Returns how many lines of batches may be decoded beside `num_sequences` others, so that
+        a step becomes longer by at most `LINES_ITL_SHARE`."""
+        return LINES_ITL_SHARE * self.seconds(num_sequences) / max(self.sequence_s, 1e-9)
 
 
 _PULLS_KNOWN = 3

@@ -48,6 +48,10 @@ class EarlyReuse:
         if not self.wait_max_s:
             return False
         depth = self._kv.match(hashes) if self._kv.has_states else 0
+        # Sequences of batches are computed last, so other sequences do not wait for them.
+        is_batch = sequence.spec.is_batch
+        running = (s for s in running if is_batch or not s.spec.is_batch)
+        awaiting = (s for s in awaiting if is_batch or not s.spec.is_batch)
         comes = any(_brings_next_of(other, hashes, depth) for other in running)
         if not comes and sequence.mode is not Mode.PREFILL_ONLY:
             comes = any(_pulls_most_of(other, hashes, depth) for other in awaiting)

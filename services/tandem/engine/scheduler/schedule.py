@@ -87,6 +87,7 @@ class Schedule:
     work: StepWork = field(default_factory=StepWork)
     # number of tokens whose logits are needed for log probabilities of prompts
     num_prompt_logits: int = 0
+    num_line_tokens: int = 0  # prompt tokens of batches' lines
 
     is_ahead: bool = False  # True: planned before the tokens of the step before are known
 
@@ -128,6 +129,7 @@ class Schedule:
         else:
             self.work.prefill_tokens += num_tokens
             self.work.prefill_contexts += contexts
+            self.num_line_tokens += num_tokens * sequence.spec.is_batch
 
     def add_ahead(self, sequence: Sequence, place: int | None) -> None:
         """Adds the next token of a decoding sequence to a step that is launched ahead. `place` is

@@ -38,7 +38,6 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from operator import attrgetter
 from typing import Protocol
 
 from tandem.common.perf_model.predict import beside_decode
@@ -70,7 +69,17 @@ DRAFTS_MAX = 128  # maximum number of proposed tokens in a step, because their l
 # seconds of decoding, after which the peer has pulled the loaded blocks.
 _GROWTH_TOKENS = 256
 
-_arrival = attrgetter("arrival")
+# A step that computes prompts of lines of batches takes at most about this long, because a prompt
+# that arrives meanwhile waits for it.
+_LINES_STEP_S = 0.02
+_LINES_TOKENS_MIN = 32  # smallest limit of such a step, as steps of fewer tokens are slow for each
+# While other sequences decode, only one step of so many computes prompts of lines and decodes all
+# of them. So lines advance, and the 90th percentile of the others' times between tokens stays.
+LINES_STEPS_APART = 32
+
+
+def _order(sequence: Sequence) -> tuple[bool, int]:
+    return sequence.spec.is_batch, sequence.arrival
 
 
 class DraftProposals(Protocol):
@@ -125,12 +134,13 @@ class Scheduler:
         self._speculator = speculator
         self._draft_model = draft_model
         self._unmeasured = kv.rates(max_tokens_per_step)
+        self._num_steps_apart = 0  # number of steps since the last one with lines of batches
         self.deadlines = Deadlines(self._prefill_rates, self._has_rates, time.monotonic)
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         sequence.num_matched_blocks = self._kv.match(sequence.reusable_hashes)
-        insort(self.waiting, sequence, key=_arrival)
+        insort(self.waiting, sequence, key=_order)
 
     def start(self, sequence: Sequence) -> None:
         """Makes a sequence RUNNING, so that it does not wait for a peer's KV any more. The sequence
@@ -138,7 +148,7 @@ class Scheduler:
         self.withdraw(sequence)
         sequence.stop_awaiting_kv()
         sequence.status = Status.RUNNING
-        insort(self.running, sequence, key=_arrival)
+        insort(self.running, sequence, key=_order)
 
     def start_local(self, sequence: Sequence) -> None:
         """Lets this engine compute a sequence for which no KV arrived from the peer.
@@ -190,7 +200,8 @@ class Scheduler:
         """Raises Overloaded if the first token of a new sequence would be late on this engine."""
         sequence.num_matched_blocks = self._kv.match(sequence.reusable_hashes)
         before = (*self.running, *self.loading, *self.awaiting, *self.waiting)
-        self.deadlines.check(sequence, before)
+        is_batch = sequence.spec.is_batch
+        self.deadlines.check(sequence, (s for s in before if is_batch or not s.spec.is_batch))
 
     def find_late(self) -> list[tuple[Sequence, Overloaded]]:
         """Returns each sequence whose first token would be late, with the error for its client.
@@ -227,6 +238,7 @@ class Scheduler:
         """Plans a step. Admissions and preemptions take effect at once. The caller need not compute
         the planned chunks."""
         schedule = Schedule()
+        self._make_room()
         preempted = self._plan_decode(schedule)
         for sequence in self.running:
             if not sequence.in_decode and not sequence.awaits_mask:
@@ -239,6 +251,7 @@ class Scheduler:
             self._admit(schedule)
         for chunk in schedule.chunks:
             chunk.sequence.is_begun = True
+        self._count_apart(schedule)
         self._have_waited()
         return schedule
 
@@ -320,7 +333,7 @@ class Scheduler:
         schedule = Schedule(is_ahead=True)
         gains: list[float] = []
         tokens_max = min(self._max_num_seqs, self._max_tokens_per_step)
-        for sequence in self.running:
+        for sequence in self._in_turn():
             place = places.get(sequence.sequence_id)
             if place is None and sequence.awaits_mask:
                 continue
@@ -354,6 +367,7 @@ class Scheduler:
         oldest = self._next_waiting()
         if oldest is not None and self._find_start(oldest, schedule) is not None:
             return None
+        self._count_apart(schedule)
         return schedule
 
     def _have_waited(self) -> None:
@@ -373,8 +387,8 @@ class Scheduler:
             found = sorted(s.sequence_id for s in queue)
             assert found == expected, f"{status.value}: {found}, expected {expected}"
         for queue in (self.waiting, self.running):
-            arrivals = [s.arrival for s in queue]
-            assert arrivals == sorted(arrivals), f"a queue is out of order: {arrivals}"
+            order = [_order(s) for s in queue]
+            assert order == sorted(order), f"a queue is out of order: {order}"
         for sequence in sequences:
             held = len(sequence.block_table)
             assert (held == 0) == (sequence.status is Status.WAITING), (
@@ -384,7 +398,8 @@ class Scheduler:
     def _plan_decode(self, schedule: Schedule) -> bool:
         """Plans the tokens of the decoding sequences. Returns whether a sequence was preempted."""
         num_waiting = len(self.waiting)
-        for sequence in [s for s in self.running if s.in_decode and not s.awaits_mask]:
+        decoding = [s for s in self._in_turn() if s.in_decode and not s.awaits_mask]
+        for sequence in decoding:
             if schedule.work.num_tokens >= self._max_tokens_per_step:
                 break
             if len(schedule.chunks) >= self._max_num_seqs:
@@ -393,6 +408,49 @@ class Scheduler:
                 tokens_left = self._max_tokens_per_step - schedule.work.num_tokens
                 schedule.add(sequence, min(sequence.num_next_tokens, tokens_left))
         return len(self.waiting) > num_waiting
+
+    def _in_turn(self) -> list[Sequence]:
+        """Returns the running sequences, without those lines of batches that pause because they
+        would delay the steps of other sequences."""
+        if not self._lines_pause:
+            return self.running
+        others = [s for s in self.running if not s.spec.is_batch]
+        rate = self._step_time.decode_rate or self._unmeasured.decode
+        num_lines = int(rate.num_lines_beside(sum(s.in_decode for s in others)))
+        lines = [s for s in self.running[len(others) :] if s.in_decode]
+        return others + lines[:num_lines]
+
+    @property
+    def _lines_pause(self) -> bool:
+        """True if lines of batches should not delay the next step, because it computes other
+        sequences."""
+        if not self._has_lines or self._num_steps_apart >= LINES_STEPS_APART:
+            return False
+        others = (s for s in self.running if not s.spec.is_batch)
+        return any(not s.awaits_mask for s in others) or self._other_starts(Schedule())
+
+    @property
+    def _has_lines(self) -> bool:
+        """True if a line of a batch runs or waits. In each queue, lines come last."""
+        return any(queue and queue[-1].spec.is_batch for queue in (self.running, self.waiting))
+
+    def _count_apart(self, schedule: Schedule) -> None:
+        if self._has_lines:
+            with_lines = any(chunk.sequence.spec.is_batch for chunk in schedule.chunks)
+            self._num_steps_apart = 0 if with_lines else self._num_steps_apart + 1
+
+    def _make_room(self) -> None:
+        """Preempts lines of batches, the youngest first, while another waiting sequence cannot be
+        admitted."""
+        while self._has_lines and self.waiting and not self.waiting[0].spec.is_batch:
+            first = self._next_waiting()
+            if first is None or first.spec.is_batch or self._find_start(first, Schedule()):
+                return
+            lines = (s for s in reversed(self.running) if s.spec.is_batch)
+            victim = next((s for s in lines if s.mode is not Mode.PREFILL_ONLY), None)
+            if victim is None:
+                return
+            self._preempt(victim)
 
     def _admit(self, schedule: Schedule) -> None:
         while (sequence := self._next_waiting()) and (
@@ -438,7 +496,7 @@ class Scheduler:
     def _compute_meanwhile(self, schedule: Schedule, sequence: Sequence) -> None:
         """Plans a chunk of a LOADING sequence. The chunk ends before the first block that the load
         has begun to read."""
-        tokens_left = self._tokens_left(schedule, sequence.num_computed_tokens)
+        tokens_left = self._tokens_left(schedule, sequence, sequence.num_computed_tokens)
         if len(schedule.chunks) < self._max_num_seqs:
             num_tokens = self.loads.find_chunk(sequence, tokens_left)
             if num_tokens and (num_tokens := self.loads.take_chunk(sequence, num_tokens)):
@@ -524,7 +582,7 @@ class Scheduler:
             queue = self.awaiting if sequence.may_wait_for_remote_kv else self.running
             slot = len(queue) + len(self.loading) < self._max_num_seqs
         if not sequence.may_wait_for_remote_kv:
-            slot = slot and self._tokens_left(schedule, 0) > 0
+            slot = slot and self._tokens_left(schedule, sequence, 0) > 0
         return slot
 
     @property
@@ -553,7 +611,7 @@ class Scheduler:
         """Returns how fast this engine computes prompts in steps that also decode its current
         sequences. Returns None before this was measured."""
         rates = self._step_time.rates(self._unmeasured)
-        num_decoding = sum(s.in_decode for s in self.running)
+        num_decoding = sum(s.in_decode and not s.spec.is_batch for s in self.running)
         return beside_decode(rates, self.chunk_tokens, num_decoding) if rates.measured else None
 
     def _has_rates(self) -> bool:
@@ -563,23 +621,47 @@ class Scheduler:
     def chunk_tokens(self) -> int:
         """Largest number of tokens for the first chunk of a prompt, in a step that also decodes the
         current sequences."""
-        decoding = [s for s in self.running if s.in_decode]
+        decoding = [s for s in self.running if s.in_decode and not s.spec.is_batch]
         contexts = sum(s.num_computed_tokens for s in decoding)
         work = StepWork(decode_tokens=len(decoding), decode_contexts=contexts)
-        return self._tokens_left(Schedule(work=work), 0)
+        return self._all_tokens_left(Schedule(work=work), 0)
 
-    def _tokens_left(self, schedule: Schedule, context: int) -> int:
-        """Returns the largest number of tokens that a further chunk of this step may have.
-        `context` is the number of tokens that the chunk's sequence has before the chunk."""
+    def _tokens_left(self, schedule: Schedule, sequence: Sequence, context: int) -> int:
+        """Returns the largest number of tokens that a chunk of a sequence may have in this step,
+        after the sequence's first `context` tokens.
+
+        Lines of batches get no tokens in a step with other prompts, and few in other steps.
+        """
+        tokens_left = self._all_tokens_left(schedule, context)
+        if not sequence.spec.is_batch or not tokens_left:
+            return tokens_left
+        num_taken = schedule.num_line_tokens
+        is_apart = self._lines_pause and schedule.work.decode_tokens > 0
+        if is_apart or schedule.work.prefill_tokens > num_taken or self._other_starts(schedule):
+            return 0
+        rate = self._step_time.prefill_rate or self._unmeasured.prefill
+        in_time = (_LINES_STEP_S - rate.step_s) / (rate.token_s + context * rate.token_context_s)
+        return min(tokens_left, max(_LINES_TOKENS_MIN, int(in_time)) - num_taken)
+
+    def _other_starts(self, schedule: Schedule) -> bool:
+        """Returns whether a waiting sequence that is no line of a batch can be admitted now."""
+        if not self.waiting or self.waiting[0].spec.is_batch:
+            return False
+        first = self._next_waiting()
+        if first is None or first.spec.is_batch:
+            return False
+        return self._find_start(first, schedule) is not None
+
+    def _all_tokens_left(self, schedule: Schedule, context: int) -> int:
         tokens_left = self._max_tokens_per_step - schedule.work.num_tokens
         in_time = self._step_time.chunk_max(schedule.work, context)
         return max(0, tokens_left if in_time is None else min(tokens_left, in_time))
 
     def _add_chunk(self, schedule: Schedule, sequence: Sequence) -> None:
-        tokens_left = self._tokens_left(schedule, sequence.num_computed_tokens)
+        tokens_left = self._tokens_left(schedule, sequence, sequence.num_computed_tokens)
         if sequence.wants_prompt_logits:
             tokens_left = min(tokens_left, PROMPT_LOGITS_MAX - schedule.num_prompt_logits)
-        if not tokens_left or len(schedule.chunks) >= self._max_num_seqs:
+        if tokens_left <= 0 or len(schedule.chunks) >= self._max_num_seqs:
             return
         if sequence.mode is Mode.PREFILL_ONLY:
             num_tokens = self._chunk_prefill_only(sequence, tokens_left)

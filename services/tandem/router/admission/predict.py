@@ -77,7 +77,7 @@ def _expect(work: Work, placement: Placement, after_s: float) -> tuple[float, bo
     if way == "remote":
         return remote_s, False
     local_s = _prefilled_s(work, decode, missing, after_s=after_s)
-    delay_s = computing_s(work, decode, missing) * decode.load.num_running
+    delay_s = computing_s(work, decode, missing) * decode.load.num_others
     if way == "local" or is_local_faster(local_s + delay_s, remote_s):
         return local_s, True
     return remote_s, False
@@ -118,7 +118,7 @@ def _prefilled_s(work: Work, worker: WorkerSnapshot, missing: int, *, after_s: f
     The prompt's computation begins in `after_s` seconds at the earliest.
     """
     load = worker.load
-    rates = beside_decode(worker.rates, load.chunk_tokens, load.num_running)
+    rates = beside_decode(worker.rates, load.chunk_tokens, load.num_others)
     cached = work.num_tokens - missing
     queue_s = load.queue_s(rates)  # includes the decode steps between the queue's prefill chunks
     return expect(rates, work.num_tokens, cached, queue_s=queue_s, after_s=after_s).total_s

@@ -184,7 +184,7 @@ def price_decode(
     load = worker.load
     cost_s = (
         load.queue_s(rates)
-        + TOKENS_PER_RUNNING * rates.decode.sequence_s * load.num_running
+        + TOKENS_PER_RUNNING * rates.decode.sequence_s * load.num_others
         + reused.load_s
         + _missing_s(work, worker, reused.num_tokens, num_missing, producers)
     )
@@ -241,8 +241,8 @@ def price_prefill(
     load = worker.load
     # A prefill worker may also decode (decode_at.py).
     rates = worker.rates
-    if load.num_running:
-        rates = beside_decode(rates, load.chunk_tokens, load.num_running)
+    if load.num_others:
+        rates = beside_decode(rates, load.chunk_tokens, load.num_others)
     pairs = worker.pairs
     holders = [
         Holder(tokens, pair, load_s)

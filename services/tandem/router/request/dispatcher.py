@@ -360,7 +360,8 @@ class Dispatcher:
         message = submission(job, work, placement, matches, leaves)
         self._count_in(job, work, placement, matches)
         is_local = job.routing.requested_prefill is None
-        prefill = _prefill_of(work, placement) if is_local else NO_PREFILL
+        is_load = is_local and not job.request.is_batch  # no prompt waits for that of a line
+        prefill = _prefill_of(work, placement) if is_load else NO_PREFILL
         return client.submit(message, prefill=prefill)
 
     def _count_in(
@@ -378,6 +379,8 @@ class Dispatcher:
             log.debug(
                 "request %s is placed: %s", job.request_id, routed.reason, extra=about_request
             )
+        if job.request.is_batch:
+            return placement
         self._view.note_share(placement.prefill_worker.worker_id, placement.prefill_s(work))
         computing = computing_worker(work, placement)
         if computing.role == "prefill":

@@ -149,7 +149,6 @@ class Generator:
         self.requests = RequestLog()
         self._recent_prompts = RecentPrompts()
         self._num_running = 0
-        self.interactive = OpenRequests()
         self.lines = OpenRequests()  # lines of batches
         # Why this router refuses new requests, such as the end of the process. Running requests
         # continue. "": the router accepts new requests.
@@ -308,7 +307,7 @@ class Generator:
         request = self.with_defaults(request)
         record = self._open(request, trace)
         reasons: set[str] = set()
-        counts = self.lines if request.is_batch else self.interactive
+        counts = self.lines if request.is_batch else OpenRequests()
         counts.num_running += 1
         counts.num_waiting += 1
         is_waiting = True

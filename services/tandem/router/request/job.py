@@ -138,6 +138,10 @@ class PreparedRequest:
         return self.client.embed
 
     @property
+    def is_batch(self) -> bool:
+        return self.client.is_batch
+
+    @property
     def kv_budget(self) -> KvBudget | None:
         return self.client.kv_budget
 

@@ -161,7 +161,7 @@ class KnownWorker:
         sent = summed([*unreported, *(prefill for _, prefill in self._sent)])
         queued_s = load.queued_s
         if queued_s is not None and (sent.num_tokens or done.num_tokens):
-            rates = beside_decode(self.record.rates, load.chunk_tokens, load.num_running)
+            rates = beside_decode(self.record.rates, load.chunk_tokens, load.num_others)
             queued_s = max(0.0, queued_s - done.seconds(rates)) + sent.seconds(rates)
         return msgspec.structs.replace(
             load,

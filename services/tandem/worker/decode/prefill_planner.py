@@ -142,13 +142,17 @@ class PrefillPlanner:
         *,
         num_tokens: int,
         cached_tokens: int,
+        is_batch: bool = False,
     ) -> PrefillPlan:
         """Plans which candidates to try, by measured rates.
 
         Until a prefill has been measured, all workers count as equally fast, and only the transfer
-        rates between workers make a difference.
+        rates between workers make a difference. Lines of batches (`is_batch`) are prefilled
+        remotely unless half of the prompt is cached: here they would pause while other sequences
+        are computed.
         """
-        if self._config.transfer.prefill_at == "remote":
+        stays_away = is_batch and 2 * cached_tokens < num_tokens
+        if stays_away or self._config.transfer.prefill_at == "remote":
             return PrefillPlan(tuple(c.worker_id for c in candidates), 0.0, "forced")
         prompt = PrefillPrompt(num_tokens, self._block_size)
         local = self._local_worker(holders, cached_tokens)
@@ -188,7 +192,7 @@ class PrefillPlanner:
             queue_s=self.load.queue_s(rates) + sum(seconds for _, seconds in self._begun_locally),
             cached_tokens=cached_tokens,
             holders=tuple(self._holders(holders, self._config.worker_id)),
-            num_running=self.load.num_running,
+            num_running=self.load.num_others,
         )
 
     def producer(
@@ -217,8 +221,8 @@ class PrefillPlanner:
         if record is not None:
             load = record.load
             queue_s = load.queue_s(rates)
-            if load.num_running:  # it also decodes
-                rates = beside_decode(rates, load.chunk_tokens, load.num_running)
+            if load.num_others:  # it also decodes
+                rates = beside_decode(rates, load.chunk_tokens, load.num_others)
         return Candidate(
             rates=rates,
             queue_s=max(queue_s, self._sent_s.get(name, 0.0)),

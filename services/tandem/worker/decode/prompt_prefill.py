@@ -212,10 +212,11 @@ class PromptPrefill:
         if sequence.prefix is None:
             sequence.to(SequenceState.RUNNING)
             self._link.send(messages.StartLocalPrefill(sequence.sequence_id))
-            local_s = self._planner.local_prefill_seconds(
-                len(local.token_ids), reserved.num_cached_tokens
-            )
-            self._planner.note_local_prefill(self._link.num_sent, local_s)
+            if not local.is_batch:
+                local_s = self._planner.local_prefill_seconds(
+                    len(local.token_ids), reserved.num_cached_tokens
+                )
+                self._planner.note_local_prefill(self._link.num_sent, local_s)
             return
         self._restart(sequence, sequence.prefix.spec)
 
@@ -232,6 +233,7 @@ class PromptPrefill:
             waits_s,
             num_tokens=len(sequence.spec.token_ids),
             cached_tokens=reserved.num_cached_tokens,
+            is_batch=sequence.spec.is_batch,
         )
         if not sequence.num_sent:
             sequence.timings.local_prefill_ms = plan.local_s * 1000
@@ -259,7 +261,8 @@ class PromptPrefill:
         first_missing = reserved.num_cached_tokens // self._block_size
         try:
             async with asyncio.timeout(None) as sequence.remote_prefill:
-                num_tokens = len(sequence.spec.token_ids)
+                # No other prompt waits for that of a line of a batch.
+                num_tokens = 0 if sequence.spec.is_batch else len(sequence.spec.token_ids)
                 num_cached = reserved.num_cached_tokens
                 with self._planner.sent(lease.peer.worker_id, num_tokens, num_cached):
                     return await lease.run(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.image_rows import ImageRows
 from tandem.engine.scheduler.schedule import Schedule
-from tandem.engine.scheduler.scheduler import Scheduler
+from tandem.engine.scheduler.scheduler import LINES_STEPS_APART, Scheduler
 from tandem.engine.sequence import Sequence, Status
 from tandem.engine.speculation.speculator import Speculator
 from tandem.engine.types import Mode
@@ -42,9 +44,13 @@ class Bench:
         )
         self.sequences: list[Sequence] = []
 
-    def add(self, name: str, num_tokens: int, mode: Mode = Mode.LOCAL) -> Sequence:
+    def add(
+        self, name: str, num_tokens: int, mode: Mode = Mode.LOCAL, *, is_batch: bool = False
+    ) -> Sequence:
+        salt = name.encode()
+        tokens = list(range(num_tokens))
         sequence = Sequence.from_spec(
-            make_spec(name, list(range(num_tokens)), mode=mode, cache_salt=name.encode()),
+            make_spec(name, tokens, mode=mode, cache_salt=salt, is_batch=is_batch),
             arrival=len(self.sequences),
             block_size=4,
             chain_root=name.encode().ljust(16),
@@ -204,3 +210,55 @@ def test_sequences_wait_for_a_running_slot_and_those_for_a_peer_need_none() -> N
     peer = bench.add("peer", 2, Mode.PREFILL_ONLY)
     bench.step()
     assert peer.status is Status.RUNNING
+
+
+def test_lines_of_batches_come_last_and_are_not_starved() -> None:
+    bench = Bench(tokens=64, num_blocks=1000)
+    bench.add("line", 40, is_batch=True)
+    # A step of lines is short: 5 ms and 1 ms for each token are assumed.
+    assert bench.step() == [("line", 32)]
+    bench.add("b", 20)
+    assert bench.step() == [("b", 20)]
+    steps = [bench.step() for _ in range(3 * LINES_STEPS_APART)]
+    assert all(("b", 1) in step for step in steps)
+    with_line = [number for number, step in enumerate(steps) if len(step) > 1]
+    assert [steps[number][1] for number in with_line[:2]] == [("line", 8), ("line", 1)]
+    apart = {later - earlier for earlier, later in pairwise(with_line)}
+    assert apart == {LINES_STEPS_APART + 1}
+
+
+def test_lines_beside_many_others_are_decoded_in_each_step() -> None:
+    bench = Bench(max_num_seqs=32, tokens=512, num_blocks=1000)
+    for number in range(20):
+        bench.add(f"{number}", 4)
+    bench.add("line", 4, is_batch=True)
+    for _ in range(LINES_STEPS_APART + 3):
+        step = bench.step()
+    # A step takes 10 ms and 1 ms for each sequence, so two lines would add less than 8%.
+    assert step[-1] == ("line", 1)
+    assert len(bench.step()) == 21
+
+
+def test_lines_give_their_slots_and_blocks_to_others() -> None:
+    bench = Bench(max_num_seqs=2, tokens=64)
+    first, second = (bench.add(name, 8, is_batch=True) for name in ("first", "second"))
+    bench.step()
+    assert [s.status for s in (first, second)] == [Status.RUNNING] * 2
+    bench.add("b", 8)
+    assert bench.step() == [("b", 8)]
+    assert [s.status for s in (first, second)] == [Status.RUNNING, Status.WAITING]
+    bench.add("c", 8)
+    assert bench.step() == [("b", 1), ("c", 8)]
+    assert [s.status for s in (first, second)] == [Status.WAITING] * 2
+
+
+def test_a_prompt_for_a_peer_stops_lines_only_while_it_is_computed() -> None:
+    bench = Bench(tokens=64)
+    bench.add("line", 4, is_batch=True)
+    assert bench.step() == [("line", 4)]
+    for_peer = bench.add("for peer", 20, Mode.PREFILL_ONLY)
+    assert bench.step() == [("for peer", 10)]
+    assert bench.step() == [("for peer", 10)]
+    bench.scheduler.withdraw(for_peer)
+    for_peer.status = Status.HELD
+    assert bench.step() == [("line", 1)]

@@ -45,7 +45,7 @@ async def begin(store: FolderStore, call: Call, num_lines: int) -> tuple[BatchRu
         output_expires_s=3600.0,
     )
     await Batches(store).create(record)
-    gate = Gate(lambda _: True)
+    gate = Gate(lambda: True)
     return BatchRunner(store, files, gate, call, body_bytes_max=1000), record
 
 
@@ -67,7 +67,7 @@ async def test_the_input_is_deleted_while_lines_run(tmp_path: Path) -> None:
 
     runner, record = await begin(store, call, 2)
     # The second line starts when the file is gone, and is the last one that has been read.
-    runner.gate = Gate(lambda _: runner.gate.num_lines == 0)
+    runner.gate = Gate(lambda: runner.gate.num_lines == 0)
     await run_batch(runner, record, 1)
     end, _ = await ended(store, record)
     assert (end.status, [each.code for each in end.errors]) == ("failed", ["file_not_found"])
@@ -201,7 +201,7 @@ async def test_a_batch_that_is_created_while_the_runner_looks_starts_at_once(
 
     monkeypatch.setattr(OpenBatches, "read", read_before_it_is_created)
     files = Files(store, expire_s=3600.0, file_bytes_max=1 << 20, tenant_bytes_max=0)
-    runner = BatchRunner(store, files, Gate(lambda _: True), call, body_bytes_max=1000)
+    runner = BatchRunner(store, files, Gate(lambda: True), call, body_bytes_max=1000)
     running = asyncio.create_task(runner.run())
     try:
         async with asyncio.timeout(15.0):

@@ -106,7 +106,7 @@ class Retention(_message.Message):
     def __init__(self, returns: bool = ..., pin_s: _Optional[float] = ..., weight: _Optional[int] = ..., num_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class SequenceInput(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "prompt_logprobs", "grammar", "embed", "adapter", "retention", "kv_budget", "system_tokens", "images")
+    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt", "prompt_logprobs", "grammar", "embed", "adapter", "retention", "kv_budget", "system_tokens", "images", "is_batch")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,7 @@ class SequenceInput(_message.Message):
     KV_BUDGET_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    IS_BATCH_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: Sampling
@@ -135,7 +136,8 @@ class SequenceInput(_message.Message):
     kv_budget: SequenceKvBudget
     system_tokens: int
     images: _containers.RepeatedCompositeFieldContainer[PromptImage]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[str] = ..., embed: bool = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., kv_budget: _Optional[_Union[SequenceKvBudget, _Mapping]] = ..., system_tokens: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ...) -> None: ...
+    is_batch: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., grammar: _Optional[str] = ..., embed: bool = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., kv_budget: _Optional[_Union[SequenceKvBudget, _Mapping]] = ..., system_tokens: _Optional[int] = ..., images: _Optional[_Iterable[_Union[PromptImage, _Mapping]]] = ..., is_batch: bool = ...) -> None: ...
 
 class PromptImage(_message.Message):
     __slots__ = ("digest", "data", "starts", "run_length")
@@ -336,7 +338,7 @@ class KvGroupLoad(_message.Message):
     def __init__(self, blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., sequence_blocks_max: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted", "num_running_slots", "chunk_tokens", "groups", "queued_s", "num_prefilling")
+    __slots__ = ("num_running", "num_waiting", "queue_max", "queued_tokens", "blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined", "num_leases", "step", "num_pulls", "tokens_wasted", "num_running_slots", "chunk_tokens", "groups", "queued_s", "num_prefilling", "num_lines")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -354,6 +356,7 @@ class WorkerLoad(_message.Message):
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_S_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILLING_FIELD_NUMBER: _ClassVar[int]
+    NUM_LINES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     queue_max: int
@@ -371,7 +374,8 @@ class WorkerLoad(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[KvGroupLoad]
     queued_s: float
     num_prefilling: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ..., num_running_slots: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroupLoad, _Mapping]]] = ..., queued_s: _Optional[float] = ..., num_prefilling: _Optional[int] = ...) -> None: ...
+    num_lines: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., queue_max: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., num_leases: _Optional[int] = ..., step: _Optional[int] = ..., num_pulls: _Optional[int] = ..., tokens_wasted: _Optional[int] = ..., num_running_slots: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[KvGroupLoad, _Mapping]]] = ..., queued_s: _Optional[float] = ..., num_prefilling: _Optional[int] = ..., num_lines: _Optional[int] = ...) -> None: ...
 
 class DecodeUpdate(_message.Message):
     __slots__ = ("sequences", "load", "num_submits", "draining")
