@@ -277,18 +277,25 @@ async def test_lines_stop_for_an_interactive_request(router: RunningRouter) -> N
         say(update(submit, [*words[sent:], EOS], "stop"))
 
     router.script(script)
-    for worker in router.workers:  # each may run one line
-        worker.load = msgspec.structs.replace(worker.load, num_running_slots=2)
-        worker.tell_load(0)
+
+    def tell_running(num_running: int) -> None:
+        for worker in router.workers:
+            worker.load = msgspec.structs.replace(
+                worker.load, num_running=num_running, num_lines=1, num_running_slots=8
+            )
+            worker.tell_load(1 << 30)
+
     body = {"messages": [{"role": "user", "content": "Count"}], "max_tokens": 40}
     batch = await start(router, as_file(*(line(name, **body) for name in "ab")))
     counts = router.router.generator.lines
     await eventually(lambda: (counts.num_running, counts.num_waiting) == (2, 0))
-    has_asked.set()
     asked = asyncio.create_task(router.http.post(CHAT, json={**body, "max_tokens": 7}))
-    await eventually(lambda: len(router.cancelled) == 1)
+    tell_running(7)  # more than the six slots that lines may fill
+    has_asked.set()
+    await eventually(lambda: len(router.cancelled) == 2)
     assert all(len(known) == 1 for known in lengths.values())
     may_go_on.set()
+    tell_running(1)
     assert (await asked).status_code == 200
     batch = await ended(router, batch.id)
     answers = await lines_of(router, batch.output_file_id)
@@ -297,4 +304,4 @@ async def test_lines_stop_for_an_interactive_request(router: RunningRouter) -> N
         choice = answer["response"]["body"]["choices"][0]
         assert choice["message"]["content"] == "one two three four five six"
         assert answer["response"]["body"]["usage"]["completion_tokens"] == len(words) + 1
-    assert sorted(len(known) for known in lengths.values()) == [1, 2]
+    assert [len(known) for known in lengths.values()] == [2, 2]
