@@ -92,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_blocks=st.integers(0, 4),
         offer=offers,
         parent=st.integers(0, CLIENTS_MAX),
+        is_batch=st.booleans(),
     )
     def add(
         self,
@@ -104,6 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_blocks: int,
         offer: Offer | None,
         parent: int,
+        is_batch: bool,
     ) -> None:
         room = min(max_tokens, MAX_MODEL_LEN - len(prompt))
         expected = continuation(prompt, room, stop)
@@ -119,18 +121,27 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_blocks=prefix_blocks,
             offer=offer,
             fork_of=[*self.clients, "", "gone"][min(parent, len(self.clients) + 1)],
+            is_batch=is_batch,
         )
         self._add(Client(spec, expected, made))
 
     @precondition(lambda self: len(self.clients) < CLIENTS_MAX)
-    @rule(prompt=prompts, first_wanted=st.integers(0, 3), prefix_blocks=st.integers(0, 4))
-    def add_prefill_only(self, prompt: list[int], first_wanted: int, prefix_blocks: int) -> None:
+    @rule(
+        prompt=prompts,
+        first_wanted=st.integers(0, 3),
+        prefix_blocks=st.integers(0, 4),
+        is_batch=st.booleans(),
+    )
+    def add_prefill_only(
+        self, prompt: list[int], first_wanted: int, prefix_blocks: int, is_batch: bool
+    ) -> None:
         spec = make_spec(
             self.new_id(),
             prompt,
             mode=Mode.PREFILL_ONLY,
             first_wanted_block=first_wanted,
             prefix_blocks=prefix_blocks,
+            is_batch=is_batch,
         )
         self._add(Client(spec, continuation(prompt, 1), [], lent=[]))
 
@@ -249,6 +260,7 @@ class EngineMachine(RuleBasedStateMachine):
             mode=data.draw(modes),
             max_tokens=client.spec.sampling.max_tokens,
             stop_token_ids=client.spec.sampling.stop_token_ids,
+            is_batch=client.spec.is_batch,
         )
         self.engine.restart(client.spec, unsafe)
 

@@ -640,8 +640,9 @@ class Scheduler:
         if is_apart or schedule.work.prefill_tokens > num_taken or self._other_starts(schedule):
             return 0
         rate = self._step_time.prefill_rate or self._unmeasured.prefill
-        in_time = (_LINES_STEP_S - rate.step_s) / (rate.token_s + context * rate.token_context_s)
-        return min(tokens_left, max(_LINES_TOKENS_MIN, int(in_time)) - num_taken)
+        token_s = max(1e-9, rate.token_s + context * rate.token_context_s)
+        in_time = int((_LINES_STEP_S - rate.step_s) / token_s)
+        return max(0, min(tokens_left, max(_LINES_TOKENS_MIN, in_time) - num_taken))
 
     def _other_starts(self, schedule: Schedule) -> bool:
         """Returns whether a waiting sequence that is no line of a batch can be admitted now."""
@@ -661,7 +662,7 @@ class Scheduler:
         tokens_left = self._tokens_left(schedule, sequence, sequence.num_computed_tokens)
         if sequence.wants_prompt_logits:
             tokens_left = min(tokens_left, PROMPT_LOGITS_MAX - schedule.num_prompt_logits)
-        if tokens_left <= 0 or len(schedule.chunks) >= self._max_num_seqs:
+        if not tokens_left or len(schedule.chunks) >= self._max_num_seqs:
             return
         if sequence.mode is Mode.PREFILL_ONLY:
             num_tokens = self._chunk_prefill_only(sequence, tokens_left)

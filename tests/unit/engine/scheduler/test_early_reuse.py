@@ -67,6 +67,17 @@ def test_others_go_first_meanwhile() -> None:
     assert [each.sequence_id for each in report.admitted] == ["a", "c"]
 
 
+def test_only_lines_wait_for_a_line_of_a_batch() -> None:
+    engine, _ = make_engine(num_blocks=100, max_tokens_per_step=8)
+    engine.add(make_spec("line", PROMPT, is_batch=True))
+    engine.step()
+    engine.add(make_spec("next line", PROMPT, is_batch=True))
+    engine.add(make_spec("a", PROMPT))
+    report = engine.step()
+    assert [each.sequence_id for each in report.admitted] == ["a"]
+    assert waiting(engine) == ["next line"]
+
+
 def test_it_takes_over_from_one_that_is_cancelled() -> None:
     engine, _ = make_engine(num_blocks=100, max_tokens_per_step=8)
     for name in "abc":
