@@ -28,6 +28,10 @@ admitted sequence produces at least one token before it can need another block. 
 sequence advances with each of its admissions. It can only wait for blocks that are leased to peers
 or awaited from them, and leases have deadlines.
 
+Lines of batches come after all other sequences, whenever they arrived: they are admitted last, and
+preempted first, also to make room for a waiting sequence. They pause while other sequences are
+computed, but for one step of several, so that they are not starved.
+
 Launched ahead: on a GPU, the engine launches a decode step before the tokens of the step before are
 known, so that the GPU does not wait for the host. Such a step has no chunk of a prompt and needs no
 preemption. Its only uncertainty is which sequences end: the step computes one token too many for
@@ -205,8 +209,10 @@ class Scheduler:
 
     def find_late(self) -> list[tuple[Sequence, Overloaded]]:
         """Returns each sequence whose first token would be late, with the error for its client.
-        Leaves out sequences whose computation has begun."""
-        return list(self.deadlines.find_late([*self.running, *self.waiting]))
+        Leaves out sequences whose computation has begun, and lines of batches, which have no
+        deadline."""
+        others = [s for s in (*self.running, *self.waiting) if not s.spec.is_batch]
+        return list(self.deadlines.find_late(others))
 
     def returnable(self, sequence_ids: Collection[str]) -> list[Sequence]:
         """Returns those of the given sequences that another worker may compute instead, the oldest
@@ -330,6 +336,8 @@ class Scheduler:
         """
         if self.loads.has_work(self.loading):
             return None
+        if self._has_lines and self.waiting and not self.waiting[0].spec.is_batch:
+            return None  # a line may have to make room
         schedule = Schedule(is_ahead=True)
         gains: list[float] = []
         tokens_max = min(self._max_num_seqs, self._max_tokens_per_step)

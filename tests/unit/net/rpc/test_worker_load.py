@@ -26,7 +26,7 @@ def test_the_record_of_a_load_is_that_of_older_versions() -> None:
         *("num_running", "num_waiting", "queue_max", "queued_tokens", "queued_s"),
         *("blocks_total", "blocks_used", "blocks_cached", "blocks_quarantined"),
         *("num_leases", "num_pulls", "step", "tokens_wasted", "num_seats", "chunk_tokens"),
-        *("groups", "num_prefilling"),
+        *("groups", "num_prefilling", "num_lines"),
     ]
     groups = [
         {"blocks_total": 100, "blocks_used": 90, "sequence_blocks_max": 0},
