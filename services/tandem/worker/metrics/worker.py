@@ -34,9 +34,10 @@ from tandem.worker.peers.peer import Peer
 
 _HELP = {
     "num_running": "Sequences in the batch",
+    "num_lines": "Lines of batches among the sequences in the batch",
     "num_waiting": "Sequences in the queue",
     "queue_max": "Largest number of sequences in the queue",
-    "queued_tokens": "Prompt tokens that wait to be prefilled on this worker",
+    "queued_tokens": "Prompt tokens that wait for prefill here, without lines of batches",
     "blocks_total": "Blocks of the KV pool, or of the pools of all KV groups",
     "blocks_used": "Blocks of the KV pool that a live sequence references",
     "blocks_cached": "Blocks with valid KV that no sequence references",
