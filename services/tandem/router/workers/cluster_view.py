@@ -141,8 +141,15 @@ class ClusterView:
             return POLL_INTERVAL_S
         if not self.has_decode_worker():
             return _AWAITED_INTERVAL_S
-        is_idle = not self.loading and not any(w.has_work for w in self._workers.values())
-        return _IDLE_INTERVAL_S if is_idle else POLL_INTERVAL_S
+        if self.loading or any(w.has_work for w in self._workers.values()):
+            return POLL_INTERVAL_S
+        # Sleeps until a tick take up to one and a half intervals.
+        return _IDLE_INTERVAL_S if self._paused_after_s >= 2 * _IDLE_INTERVAL_S else POLL_INTERVAL_S
+
+    @property
+    def _paused_after_s(self) -> float:
+        """If the last read of records is longer ago than this, this process was paused."""
+        return self.cluster.record_ttl_s - self.cluster.record_interval_s
 
     def roster(self) -> Roster:
         """Returns the current snapshots of all workers with KV. Only outdated snapshots are
@@ -357,7 +364,7 @@ class ClusterView:
             self.redis_state = "ok"
             self._data_set = data_set
             self._trusted_from = now + self.cluster.record_ttl_s
-        elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
+        elif now - self._read_at > self._paused_after_s:
             # The host was suspended or this process was paused. The workers may have been paused,
             # too. So they get time to write their records again, and are not removed meanwhile.
             pause_s = now - self._read_at
