@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import llguidance
 
 from tandem.errors import BadRequest
-from tandem.models.grammars.schema import reason, rewritten
+from tandem.models.grammars.schema import reason, rewritten, without_nulls
 
 # "lark" marks grammars that Tandem writes itself; clients cannot send them.
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
@@ -111,7 +111,7 @@ def embedded_schema(schema: object, *, is_lenient: bool) -> str:
 
 
 def _json_grammar(schema: object, *, lenient: bool) -> str:
-    checked = rewritten(_checked_schema(schema), is_strict=not lenient)
+    checked = rewritten(without_nulls(_checked_schema(schema)), is_strict=not lenient)
     return llguidance.LLMatcher.grammar_from_json_schema(
         json.dumps(checked),
         overrides={"whitespace_pattern": _WHITESPACE, "lenient": lenient},

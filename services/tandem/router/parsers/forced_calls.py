@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.errors import BadRequest
-from tandem.models.grammars.schema import closed
+from tandem.models.grammars.schema import closed, without_nulls
 from tandem.models.grammars.text import embedded_schema
 from tandem.router.parsers.formats import CallFrame, ReasoningTags, ToolFormat
 from tandem.router.parsers.grammar_rules import GrammarRules, terminals_of
@@ -99,7 +99,7 @@ class _CallRules(GrammarRules):
     def _arguments(self, function: Mapping[str, Any]) -> str:
         name = function["name"]
         is_strict = function.get("strict") is True
-        schema = {"type": "object", **(function.get("parameters") or {})}
+        schema = {"type": "object", **without_nulls(function.get("parameters") or {})}
         if not is_strict:
             schema = closed(schema)
         if schema["type"] != "object":

@@ -251,3 +251,19 @@ def test_a_tool_that_cannot_be_forced_is_named(
     with pytest.raises(BadRequest, match=why) as raised:
         setup.answers.forced_calls(tools, [1], one_call_only=False)
     assert raised.value.param == "tools"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_keyword_that_is_null_is_absent(name: str, strict: bool, folder: Path) -> None:
+    """Servers of tools that are written in Go send such schemas."""
+    inner = {"type": "object", "properties": {"b": {"type": "string"}}, "required": None}
+    schemas = (
+        {"type": "object", "properties": None, "required": None},
+        {"type": "object", "properties": {"a": inner}, "required": ["a"], "$defs": None},
+    )
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "strict": strict, "parameters": schema}}
+        for i, schema in enumerate(schemas)
+    ]
+    Setup(folder, name).matcher(tools, [1], one=True)
