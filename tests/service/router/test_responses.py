@@ -439,21 +439,30 @@ async def test_null_in_an_object_means_absent(router: RunningRouter) -> None:
     assert (await router.http.post("/v1/responses", json=body)).status_code == 200
 
 
-async def test_images_in_outputs_and_calls_of_a_shell_are_left_out(router: RunningRouter) -> None:
+async def test_media_in_outputs_and_calls_of_hosted_tools_are_left_out(
+    router: RunningRouter,
+) -> None:
     says(router, "Hi!")
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    file = {"type": "input_file", "file_id": "file-1"}
+    text = {"type": "input_file", "filename": "a.txt", "file_data": "data:text/plain;base64,SGkh"}
     items = [
         {"role": "user", "content": "x"},
         {"type": "reasoning", "id": "rs_1", "summary": None},
         {"type": "local_shell_call", "id": "x"},
+        {"type": "program", "id": "p", "call_id": "p", "code": "1", "fingerprint": "x"},
+        {"type": "program_output", "id": "q", "call_id": "p", "result": "1"},
         {"type": "function_call", "call_id": "c", "name": "see", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": [image]},
+        {"type": "function_call_output", "call_id": "c", "output": [image, file, text]},
     ]
     answer = await router.http.post("/v1/responses", json={"input": items})
     assert answer.status_code == 200, answer.text
-    left_out = "input.local_shell_call, input.function_call_output.input_image"
+    output = "input.function_call_output"
+    hosted = "input.local_shell_call, input.program, input.program_output"
+    left_out = f"{hosted}, {output}.input_image, {output}.input_file"
     assert left_out in answer.headers["warning"]
-    assert "An image was left out" in prompt_of(router)
+    read = "a.txt\nHi!\n(An image was left out here.)\n(A file was left out here.)"
+    assert read in prompt_of(router)
 
 
 HOSTED: list[Any] = [

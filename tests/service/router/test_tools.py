@@ -42,6 +42,7 @@ CALLS = "".join(
     for city in ("Paris", "Rome")
 )
 TEXT = f"{THOUGHT}Let me look.\n{CALLS}"
+FILE = {"type": "file", "file": {"file_data": "data:application/pdf;base64,AAAA"}}
 
 
 def says(router: RunningRouter, text: str) -> None:
@@ -137,6 +138,23 @@ async def test_a_history_with_calls_reaches_the_template(router: RunningRouter) 
     # Two for each of the tools, the question, the answer and two results; one opens the next.
     num_special = sum(router.tokenizer.is_special(i) for i in submit.input.token_ids)
     assert num_special == 2 * 5 + 1
+
+
+async def test_images_and_files_in_the_results_of_tools_are_left_out(
+    router: RunningRouter,
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    text = {"type": "text", "text": "Read me."}
+    result = {"role": "tool", "tool_call_id": "c", "content": [image, FILE, text]}
+    says(router, "Yes.")
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    body = {"messages": [*ASKED, said, result]}
+    answer = await router.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["warning"].endswith('left out: messages.image_url, messages.file"')
+    left_out = "(An image was left out here.)\n(A file was left out here.)"
+    assert f"<tool_response>\nRead me.\n{left_out}\n</tool_response>" in prompt_of(router)
 
 
 async def test_thinking_is_switched_by_the_template(router: RunningRouter) -> None:

@@ -34,6 +34,7 @@ from tandem.api.openai.tools import (
     custom_names,
     drop_tools,
     kind_of,
+    leave_out_media,
 )
 from tandem.common.kv_budget import SINKS_DEFAULT, SINKS_WINDOW, KvBudget
 from tandem.common.retention import PRIORITY_DEFAULT, Retention
@@ -403,6 +404,9 @@ class ConversationFields(Strict):
             if isinstance(message, dict):
                 if message.pop("annotations", None):
                     dropped.append("messages.annotations")
+                if message.get("role") == "tool":
+                    media = leave_out_media(message, "content", "text")
+                    dropped += [f"messages.{kind}" for kind in media]
                 if message.get("refusal") and message.get("content"):
                     del message["refusal"]
                     dropped.append("messages.refusal")

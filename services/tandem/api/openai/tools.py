@@ -15,6 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from tandem.api.openai.files import is_text
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.conversation import ToolCall
 
@@ -25,8 +26,13 @@ def _wrong(message: str) -> PydanticCustomError:
 
 # type of the tools whose only argument is text, such as a patch
 CUSTOM = "custom"
-# Stands in a tool's output for an image, because a chat has only texts there.
-IMAGE_LEFT_OUT = "(An image was left out here.)"
+# Types of parts that are no text, in all APIs -> what a tool's result has in their place. Files of
+# text become text.
+_MEDIA = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "(An image was left out here.)"),
+    **dict.fromkeys(("document", "file", "input_file"), "(A file was left out here.)"),
+    "browser_state": "",
+}
 _INPUT = "input"  # name of this argument, where such a tool is a function
 
 
@@ -90,6 +96,25 @@ def drop_tools(body: dict[str, Any], kept: Container[str]) -> list[str]:
         for tool, dropped in zip(tools, is_dropped, strict=True)
         if dropped
     ]
+
+
+def leave_out_media(result: dict[str, Any], field: str, text: str) -> list[str]:
+    """Replaces the images and files in a tool's result by a text, because a chat has only texts
+    there. `text` is the type of parts with text. Returns the types of these images and files."""
+    parts = result.get(field)
+    if not isinstance(parts, list):
+        return []
+    kinds = []
+    shown = []
+    for part in parts:
+        kind = kind_of(part)
+        if kind is None or kind not in _MEDIA or is_text(part):
+            shown.append(part)
+        else:
+            kinds.append(kind)
+    notes = filter(None, dict.fromkeys(_MEDIA[kind] for kind in kinds))
+    result[field] = [*shown, *({"type": text, "text": note} for note in notes)]
+    return kinds
 
 
 def kind_of(part: object) -> str | None:
