@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from tandem.api.ollama.errors import is_ollama
 from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, NotJson, UnknownCoding
 from tandem.net.security.body_budget import Body
@@ -116,7 +117,14 @@ class Gunzip:
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises NotJson if the header `Content-Type` names another type than JSON."""
+    """Raises NotJson if the header `Content-Type` names another type than JSON.
+
+    Ollama does not read this header, and the calls in its documentation have curl's default, which
+    is the type of a form. So a call of Ollama's API may have any type, unless it comes from a web
+    page: browsers send `Origin` then, and a foreign page must not call without a CORS preflight.
+    """
+    if is_ollama(request.scope) and "origin" not in request.headers:
+        return
     sent = request.headers.get("content-type", "")
     media_type = sent.partition(";")[0].strip().lower()
     if media_type and media_type != "application/json" and not media_type.endswith("+json"):

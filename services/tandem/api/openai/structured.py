@@ -37,10 +37,15 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, sent: object) -> object:
-        """Null means absent, as in OpenAI's API."""
+        """Null means absent, as in OpenAI's API. JSON does not distinguish 2.0 from the integer 2,
+        and clients whose numbers are all floats send the former."""
         if not isinstance(sent, dict):
             return sent
-        return {name: value for name, value in sent.items() if value is not None}
+        return {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in sent.items()
+            if value is not None
+        }
 
     @classmethod
     def leave_out(cls, body: dict[str, Any]) -> list[str]:
