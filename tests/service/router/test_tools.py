@@ -341,12 +341,16 @@ async def test_the_same_over_grpc(router: RunningRouter) -> None:
                 "tool_choice",
             ),
             (pb.Chat(chat_template_kwargs="[]"), "chat_template_kwargs"),
-            (pb.Chat(reasoning_effort="huge"), "reasoning_effort"),
         ):
             refused.messages.add(role="user", content="x")
             with pytest.raises(grpc.aio.AioRpcError, match=named) as raised:
                 await anext(aiter(stub.Generate(pb.GenerateRequest(chat=refused))))
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")], reasoning_effort="huge")
+        call = stub.Generate(pb.GenerateRequest(chat=chat))
+        assert [answer.finish_reason async for answer in call][-1] == "stop"
+        trailers = dict(await call.trailing_metadata() or ())
+        assert trailers["warning"] == '299 tandem "fields without effect: reasoning_effort"'
 
 
 async def test_a_form_begins_after_the_reasoning(router: RunningRouter) -> None:

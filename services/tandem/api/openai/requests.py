@@ -419,9 +419,7 @@ class ConversationFields(Strict):
     tools: list[Tool] = Field([], description=ALLOWED["tools"])
     tool_choice: SentToolChoice = Field(ToolChoice(), description=ALLOWED["tool_choice"])
     parallel_tool_calls: bool = Field(True, description=ALLOWED["parallel_tool_calls"])
-    reasoning_effort: Annotated[
-        str | None, BeforeValidator(lambda sent: "xhigh" if sent == "max" else sent)
-    ] = Field(None, description=ALLOWED["reasoning_effort"])
+    reasoning_effort: str | None = Field(None, description=ALLOWED["reasoning_effort"])
     chat_template_kwargs: dict[str, Any] = Field({}, description=ALLOWED["chat_template_kwargs"])
 
     def to_conversation(self) -> Conversation:

@@ -49,12 +49,14 @@ def without_effect(model_format: ModelFormat, request: ClientRequest) -> list[st
         return []
     effort = _known_effort(chat)
     names = model_format.without_effect(chat.template_options, effort, chat.thinking)
-    return names if effort == chat.reasoning_effort else [*names, "reasoning_effort"]
+    is_unknown = effort is None and chat.reasoning_effort is not None
+    return [*names, "reasoning_effort"] if is_unknown else names
 
 
 def _known_effort(chat: Conversation) -> str | None:
     """Returns the reasoning effort; None for a value that no template knows."""
-    return chat.reasoning_effort if chat.reasoning_effort in REASONING_EFFORTS else None
+    effort = "xhigh" if chat.reasoning_effort == "max" else chat.reasoning_effort
+    return effort if effort in REASONING_EFFORTS else None
 
 
 def wanted_form(
