@@ -557,6 +557,24 @@ async def test_functions_of_namespaces_are_called_by_their_names(router: Running
     assert "more__spawn" in submit.input.grammar  # type: ignore[attr-defined]
 
 
+async def test_codex_sends_tools_and_messages_of_agents_as_items(router: RunningRouter) -> None:
+    says(router, call_of("spawn", "{}"))
+    tools = {"type": "additional_tools", "role": "developer", "tools": [*AGENTS, HOSTED[0]]}
+    body = {"input": [tools, {"role": "user", "content": "x"}], "tools": [WEATHER]}
+    answer = await router.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert "tools.web_search" in answer.headers["warning"]
+    assert answer.json()["output"][0]["namespace"] == "agents"
+    assert prompt_of(router).count('{"name": "get_weather"') == 1
+    parts = [{"type": "encrypted_content", "encrypted_content": "x"}]
+    parts += [{"type": "input_text", "text": "Sender: /root/a\nPayload:\n4"}]
+    message = {"type": "agent_message", "author": "/root/a", "recipient": "/root", "content": parts}
+    says(router, "Four.")
+    answer = await router.http.post("/v1/responses", json={"input": [message]})
+    assert answer.status_code == 200, answer.text
+    assert "<|im_start|>user\nSender: /root/a\nPayload:\n4<|im_end|>" in prompt_of(router)
+
+
 async def test_a_custom_tool_gets_its_text(router: RunningRouter) -> None:
     text = 'a "b"\n\\c'
     call = call_of("apply_patch", json.dumps({"input": text}))

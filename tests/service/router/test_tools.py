@@ -140,6 +140,22 @@ async def test_a_history_with_calls_reaches_the_template(router: RunningRouter) 
     assert num_special == 2 * 5 + 1
 
 
+async def test_answers_and_results_of_tools_may_have_no_content(router: RunningRouter) -> None:
+    """Some clients keep no reasoning, so an answer that was cut in it has nothing else."""
+    call = {"id": "c", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "Go on."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+    ]
+    says(router, "Yes.")
+    await ask(router, messages=messages)
+    assert "<|im_start|>assistant\n<|im_end|>" in prompt_of(router)
+    assert "<tool_response>\n\n</tool_response>" in prompt_of(router)
+
+
 async def test_images_and_files_in_the_results_of_tools_are_left_out(
     router: RunningRouter,
 ) -> None:
@@ -189,7 +205,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ("tool_choice", allowed("auto"), 'with the type "allowed_tools"'),
         ("tool_choice", allowed("never", "get_weather"), 'with the type "allowed_tools"'),
         ("tool_choice", allowed("required", "a", "b"), "no tool with the name 'a' or 'b'"),
-        ("messages", [{"role": "tool", "tool_call_id": "a", "content": None}], "content"),
+        ("messages", [{"role": "user", "content": None}], "content"),
         ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}], "tool_calls"),
     ],
 )
@@ -214,6 +230,11 @@ async def test_each_refusal_names_the_field(
         ("chat_template_kwargs", {"messages": "x"}, "chat_template_kwargs.messages"),
         ("chat_template_kwargs", {"enable_thinking": True}, ""),
         ("verbosity", "low", "verbosity"),
+        (
+            "structured_outputs",
+            {"choice": ["Yes."], "whitespace_pattern": " ?", "disable_fallback": False},
+            "structured_outputs.whitespace_pattern",
+        ),
         ("web_search_options", {"search_context_size": "low"}, "web_search_options"),
     ],
 )
@@ -222,7 +243,7 @@ async def test_a_hint_is_answered_and_named(
 ) -> None:
     router.script(saying([*router.tokenizer.encode("Yes."), 2], finish_reason="stop"))
     for path in ("/v1/chat/completions", "/tokenize"):
-        if path == "/tokenize" and field in ("verbosity", "web_search_options"):
+        if path == "/tokenize" and field not in ("reasoning_effort", "chat_template_kwargs"):
             continue
         body = {"messages": [{"role": "user", "content": "x"}], field: value}
         answer = await router.http.post(path, json=body)

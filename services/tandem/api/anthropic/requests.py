@@ -624,6 +624,7 @@ class CountTokensBody(Strict):
         "output_config": OutputConfig,
         "thinking": Thinking,
         "context_management": ContextManagement,
+        "structured_outputs": StructuredOutputs,
     }
 
     model: str = Field("", description=ALLOWED["model"])

@@ -24,7 +24,12 @@ from pydantic_core import PydanticCustomError
 from tandem.api.openai.fields import COMPLETION_POLICY
 from tandem.api.openai.files import text_of_file
 from tandem.api.openai.parsed import ParsedRequest
-from tandem.api.openai.structured import StreamOptions, Strict, StructuredFields
+from tandem.api.openai.structured import (
+    StreamOptions,
+    Strict,
+    StructuredFields,
+    StructuredOutputs,
+)
 from tandem.api.openai.tools import (
     CUSTOM,
     SentToolCall,
@@ -158,7 +163,7 @@ def _read_parts(content: object) -> object:
     a part of another type."""
     if not isinstance(content, list):
         return content
-    content = [_as_text_part(part) for part in content]
+    content = [_as_known_part(part) for part in content]
     for index, part in enumerate(content):
         if (kind := kind_of(part)) is not None and kind not in _PARTS:
             raise PydanticCustomError(
@@ -169,8 +174,10 @@ def _read_parts(content: object) -> object:
     return content
 
 
-def _as_text_part(part: object) -> object:
+def _as_known_part(part: object) -> object:
     match part:
+        case {"type": "image_url", "image_url": str(url)}:  # some clients send no object
+            return {"type": "image_url", "image_url": {"url": url}}
         case {"type": "refusal", "refusal": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "file", "file": dict(file)}:
@@ -208,11 +215,12 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        """Raises an error for a message without content. An assistant's message that has tool calls
-        or reasoning needs no content."""
-        says_more = self.tool_calls or self.thought
-        if self.content is None and not (self.role == "assistant" and says_more):
+        """Raises an error for a message without content. The results of tools need no content, and
+        neither do answers, which may have had only reasoning that the client does not keep."""
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise PydanticCustomError("missing", "the message must have content")
+        if self.content is None and not (self.tool_calls or self.thought):
+            self.content = ""
         parts = self.content if isinstance(self.content, list) else []
         if self.role != "user" and any(isinstance(part, ChatImagePart) for part in parts):
             raise PydanticCustomError(
@@ -244,7 +252,11 @@ class ChatMessage(BaseModel):
 class _Body(StructuredFields, BudgetField, PriorityFields, RetentionFields):
     """Fields that completions and chat completions share."""
 
-    parts = {"stream_options": StreamOptions, "nvext": NvExt}
+    parts = {
+        "stream_options": StreamOptions,
+        "nvext": NvExt,
+        "structured_outputs": StructuredOutputs,
+    }
 
     model: str = Field("", description=ALLOWED["model"])
     temperature: float = Field(1.0, description=ALLOWED["temperature"])

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tandem.api.openai.fields import CHAT_POLICY, FieldPolicy
+from tandem.api.openai.fields import CHAT_POLICY, FieldPolicy, each
 from tandem.errors import BadRequest
 from tandem.models.grammars.text import Kind, StructuredOutput
 from tandem.router.request.allowed import ALLOWED, refusal
@@ -91,6 +91,16 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
+    """vLLM's options of white space and of its compilers are hints."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    field_policy = FieldPolicy(
+        hints=each(
+            *("disable_any_whitespace", "disable_fallback", "disable_additional_properties"),
+            "whitespace_pattern",
+        )
+    )
+
     json_: _Schema | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None

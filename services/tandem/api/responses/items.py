@@ -170,6 +170,8 @@ def _as_items(sent: object) -> object:
         if not isinstance(item, dict):
             return sent
         kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "agent_message":
+            item, kind = _from_agent(item), "message"
         if isinstance(kind, str) and kind not in _KINDS:
             raise _wrong(
                 "item {index} has the type {kind}, which is not supported",
@@ -178,6 +180,15 @@ def _as_items(sent: object) -> object:
             )
         items.append({**item, "type": kind})
     return items if isinstance(sent, list) else sent
+
+
+def _from_agent(item: dict[str, Any]) -> dict[str, Any]:
+    """Converts a message that another agent of Codex has sent to a user's message. Its text names
+    the sender. Encrypted parts are for OpenAI's servers."""
+    content = item.get("content")
+    if isinstance(content, list):
+        content = [part for part in content if kind_of(part) != "encrypted_content"]
+    return {**item, "role": "user", "content": content}
 
 
 Item = Annotated[
