@@ -97,8 +97,9 @@ class Validator:
 
 def _parse(data: bytes, endpoint: str) -> InputLine:
     try:
-        # msgspec checks UTF-8 only in the strings that it decodes.
-        line = msgspec.json.decode(data.decode())
+        # msgspec checks UTF-8 only in the strings that it decodes. Some editors write a byte order
+        # mark at the beginning of a file.
+        line = msgspec.json.decode(data.decode("utf-8-sig"))
     except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
         raise _Fault("invalid_json_line", "the line is not valid JSON") from None
     if not isinstance(line, dict):
