@@ -15,6 +15,7 @@ Templates expect messages in different forms:
 - The key of an assistant's reasoning is `reasoning_content`, `thinking` or `reasoning`.
 - The arguments of tool calls are objects or JSON text.
 - `content` is a string or a list such as [{"type": "text", "text": "a"}].
+- System messages come anywhere, or one comes at the beginning.
 
 When a template is loaded, small test chats are rendered in each form, and a form scores one point
 if the template rendered the reasoning of the test message, and one if it rendered the tool calls.
@@ -33,7 +34,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from hashlib import sha256
-from itertools import product, takewhile
+from itertools import chain, product, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -180,14 +181,41 @@ class _TemplateTraits(NamedTuple):
     takes_one_call: bool
     # True: call ids may have any form. False: nine letters and digits, as Mistral requires.
     takes_all_ids: bool
+    # True: the template renders two system messages at the beginning. False: they become one.
+    takes_two_systems: bool
+    # True: the template renders system messages after others. False: they become the user's.
+    takes_later_systems: bool
 
     def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
         """Returns the messages that the template receives for a chat."""
+        if not (self.takes_two_systems and self.takes_later_systems):
+            messages = self._with_other_systems(messages)
         if self.takes_one_call:
             messages = _with_one_call_each(messages)
         if not self.takes_all_ids:
             messages = list(map(_with_short_ids, messages))
         return [given for message in messages for given in self.given(message)]
+
+    def _with_other_systems(self, messages: Sequence[_Message]) -> list[_Message]:
+        """Joins the system messages at the beginning, and turns later ones into the user's, as far
+        as the template requires it. A message that was turned is joined with the user's messages
+        beside it, because some templates do not take two of them in a row."""
+        given: list[_Message] = []
+        has_begun = False  # whether a message came that is not the system's
+        joins = False  # whether the last message in `given` is joined with the next of its role
+        for message in messages:
+            is_system = message["role"] == "system"
+            has_begun |= not is_system
+            is_turned = is_system and has_begun and not self.takes_later_systems
+            if is_turned:
+                message = {**message, "role": "user"}
+            is_like_last = bool(given) and given[-1]["role"] == message["role"]
+            if is_like_last and (joins or is_turned):
+                given[-1] = _joined(given[-1], message)
+            else:
+                given.append(message)
+            joins = is_turned or (not has_begun and not self.takes_two_systems)
+        return given
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
         """Returns the messages that the template receives for one message. The result has two
@@ -214,6 +242,18 @@ class _TemplateTraits(NamedTuple):
 def _text_of(content: Sequence[Mapping[str, Any]]) -> str:
     """Returns the texts of a message's parts; images are left out."""
     return "\n".join(part["text"] for part in content if "text" in part)
+
+
+def _joined(first: _Message, second: _Message) -> _Message:
+    """Returns one message with the contents of two messages of one role."""
+    contents = [message["content"] for message in (first, second) if message["content"]]
+    if all(isinstance(content, str) for content in contents):
+        return {**first, "content": "\n\n".join(contents)}
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for content in contents
+    ]
+    return {**first, "content": [*chain(*parts)]}
 
 
 def _with_one_call_each(messages: Sequence[_Message]) -> list[_Message]:
@@ -408,8 +448,18 @@ class ChatTemplate:
             shows_results=True,
             takes_one_call=False,
             takes_all_ids=True,
+            takes_two_systems=True,
+            takes_later_systems=True,
         )
         traits = traits._replace(shows_results=self._shows_results(traits))
+        user = self._smallest_chat.user
+        first, second, third = ({"role": "system", "content": f"probed{n}"} for n in "abc")
+        traits = traits._replace(
+            takes_two_systems=self._shows_systems(traits, first, second, user),
+            takes_later_systems=self._shows_systems(
+                traits, first, user, second, {"role": "assistant", "content": "b"}, third, user
+            ),
+        )
         takes_one = not self._shows_two_calls(traits)
         one_each = traits._replace(takes_one_call=True)
         if takes_one and self._shows_two_calls(one_each):
@@ -417,6 +467,14 @@ class ChatTemplate:
         takes_short = self._takes_call(traits, "abcdefghi")
         takes_all = self._takes_call(traits, "call_0123456789abcdef") or not takes_short
         return traits._replace(takes_all_ids=takes_all)
+
+    def _shows_systems(self, traits: _TemplateTraits, *messages: _Message) -> bool:
+        """Returns whether the template renders all system messages of a chat."""
+        try:
+            rendered = self._render(traits.chat(messages), self._smallest_chat.tools)
+        except _ERRORS:
+            return False
+        return all(m["content"] in rendered for m in messages if m["role"] == "system")
 
     def _shows_results(self, traits: _TemplateTraits) -> bool:
         """Returns whether the template renders the result of a tool call.
