@@ -185,21 +185,23 @@ class _TemplateTraits(NamedTuple):
     takes_two_systems: bool
     # True: the template renders system messages after others. False: they become the user's.
     takes_later_systems: bool
+    # True: the template renders two messages of the user in a row. False: they become one.
+    takes_two_users: bool
 
     def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
         """Returns the messages that the template receives for a chat."""
-        if not (self.takes_two_systems and self.takes_later_systems):
-            messages = self._with_other_systems(messages)
+        if not (self.takes_two_systems and self.takes_later_systems and self.takes_two_users):
+            messages = self._with_known_rows(messages)
         if self.takes_one_call:
             messages = _with_one_call_each(messages)
         if not self.takes_all_ids:
             messages = list(map(_with_short_ids, messages))
         return [given for message in messages for given in self.given(message)]
 
-    def _with_other_systems(self, messages: Sequence[_Message]) -> list[_Message]:
-        """Joins the system messages at the beginning, and turns later ones into the user's, as far
-        as the template requires it. A message that was turned is joined with the user's messages
-        beside it, because some templates do not take two of them in a row."""
+    def _with_known_rows(self, messages: Sequence[_Message]) -> list[_Message]:
+        """Joins the system messages at the beginning and the user's messages in a row, and turns
+        later system messages into the user's, as far as the template requires it. A message that
+        was turned is joined with the user's messages beside it."""
         given: list[_Message] = []
         has_begun = False  # whether a message came that is not the system's
         joins = False  # whether the last message in `given` is joined with the next of its role
@@ -209,12 +211,14 @@ class _TemplateTraits(NamedTuple):
             is_turned = is_system and has_begun and not self.takes_later_systems
             if is_turned:
                 message = {**message, "role": "user"}
-            is_like_last = bool(given) and given[-1]["role"] == message["role"]
+            role = message["role"]
+            is_like_last = bool(given) and given[-1]["role"] == role and role in ("system", "user")
             if is_like_last and (joins or is_turned):
                 given[-1] = _joined(given[-1], message)
             else:
                 given.append(message)
-            joins = is_turned or (not has_begun and not self.takes_two_systems)
+            takes_two = self.takes_two_users if has_begun else self.takes_two_systems
+            joins = is_turned or not takes_two
         return given
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
@@ -450,15 +454,17 @@ class ChatTemplate:
             takes_all_ids=True,
             takes_two_systems=True,
             takes_later_systems=True,
+            takes_two_users=True,
         )
         traits = traits._replace(shows_results=self._shows_results(traits))
-        user = self._smallest_chat.user
+        user, answer = self._smallest_chat.user, {"role": "assistant", "content": "b"}
         first, second, third = ({"role": "system", "content": f"probed{n}"} for n in "abc")
+        asked, further = ({"role": "user", "content": f"probed{n}"} for n in "de")
+        later = (first, user, second, answer, third, user)
         traits = traits._replace(
-            takes_two_systems=self._shows_systems(traits, first, second, user),
-            takes_later_systems=self._shows_systems(
-                traits, first, user, second, {"role": "assistant", "content": "b"}, third, user
-            ),
+            takes_two_systems=self._shows_probes(traits, first, second, user),
+            takes_later_systems=self._shows_probes(traits, *later),
+            takes_two_users=self._shows_probes(traits, asked, further, answer, user),
         )
         takes_one = not self._shows_two_calls(traits)
         one_each = traits._replace(takes_one_call=True)
@@ -468,13 +474,14 @@ class ChatTemplate:
         takes_all = self._takes_call(traits, "call_0123456789abcdef") or not takes_short
         return traits._replace(takes_all_ids=takes_all)
 
-    def _shows_systems(self, traits: _TemplateTraits, *messages: _Message) -> bool:
-        """Returns whether the template renders all system messages of a chat."""
+    def _shows_probes(self, traits: _TemplateTraits, *messages: _Message) -> bool:
+        """Returns whether the template renders all test texts of a chat."""
         try:
             rendered = self._render(traits.chat(messages), self._smallest_chat.tools)
         except _ERRORS:
             return False
-        return all(m["content"] in rendered for m in messages if m["role"] == "system")
+        texts = (message["content"] for message in messages)
+        return all(text in rendered for text in texts if str(text).startswith("probed"))
 
     def _shows_results(self, traits: _TemplateTraits) -> bool:
         """Returns whether the template renders the result of a tool call.
