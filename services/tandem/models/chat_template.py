@@ -181,6 +181,7 @@ class _TemplateTraits(NamedTuple):
     takes_one_call: bool
     # True: call ids may have any form. False: nine letters and digits, as Mistral requires.
     takes_all_ids: bool
+    refuses_systems: bool  # True: the template refuses all system messages.
     # True: the template renders two system messages at the beginning. False: they become one.
     takes_two_systems: bool
     # True: the template renders system messages after others. False: they become the user's.
@@ -200,15 +201,16 @@ class _TemplateTraits(NamedTuple):
 
     def _with_known_rows(self, messages: Sequence[_Message]) -> list[_Message]:
         """Joins the system messages at the beginning and the user's messages in a row, and turns
-        later system messages into the user's, as far as the template requires it. A message that
-        was turned is joined with the user's messages beside it."""
+        later system messages, or all, into the user's, as far as the template requires it. A
+        message that was turned is joined with the user's messages beside it."""
         given: list[_Message] = []
         has_begun = False  # whether a message came that is not the system's
         joins = False  # whether the last message in `given` is joined with the next of its role
         for message in messages:
             is_system = message["role"] == "system"
             has_begun |= not is_system
-            is_turned = is_system and has_begun and not self.takes_later_systems
+            takes_it = self.takes_later_systems if has_begun else not self.refuses_systems
+            is_turned = is_system and not takes_it
             if is_turned:
                 message = {**message, "role": "user"}
             role = message["role"]
@@ -452,6 +454,9 @@ class ChatTemplate:
             shows_results=True,
             takes_one_call=False,
             takes_all_ids=True,
+            refuses_systems=not any(
+                self._render_probe("system", content) for content in ("probedone", _PROBED_PARTS)
+            ),
             takes_two_systems=True,
             takes_later_systems=True,
             takes_two_users=True,

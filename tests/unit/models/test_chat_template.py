@@ -511,6 +511,10 @@ _ONLY_FIRST = (  # Qwen3.5 and later
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
 )
+_NO_SYSTEM = (  # Gemma 2
+    "{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+)
 _DROPS_LATER = (  # Qwen3-VL and gpt-oss
     "{% for m in messages %}{% if loop.first or m.role != 'system' %}"
     "{{ m.role[0] }}:{{ m.content }}|{% endif %}{% endfor %}"
@@ -523,6 +527,7 @@ _DROPS_LATER = (  # Qwen3-VL and gpt-oss
         (_SAYS, "s:A|s:B|u:x|s:C|a:y|s:D|u:z|"),
         (_ALTERNATES + _SAYS, "s:A|s:B|u:x|s:C|a:y|s:D|u:z|"),
         (_ONLY_FIRST + _SAYS, "s:A\n\nB|u:x\n\nC|a:y|u:D\n\nz|"),
+        (_NO_SYSTEM + _ONLY_FIRST + _SAYS, "u:A\n\nB\n\nx\n\nC|a:y|u:D\n\nz|"),
         (_DROPS_LATER, "s:A\n\nB|u:x\n\nC|a:y|u:D\n\nz|"),
         (_ALTERNATES + _ONLY_FIRST + _SAYS, "s:A\n\nB|u:x\n\nC|a:y|u:D\n\nz|"),
     ],
