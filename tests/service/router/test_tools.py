@@ -102,6 +102,12 @@ async def test_a_stream_joins_to_the_whole_answer(router: RunningRouter) -> None
     assert chunks[-1].usage.completion_tokens == num_tokens
 
 
+async def test_a_function_needs_no_type(router: RunningRouter) -> None:
+    says(router, TEXT)
+    answer = await ask(router, tools=[{"function": WEATHER["function"]}], tool_choice="required")
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
 async def test_one_call_ends_the_answer_if_calls_are_not_parallel(router: RunningRouter) -> None:
     says(router, TEXT)
     answer = await ask(router, parallel_tool_calls=False)

@@ -125,7 +125,10 @@ def kind_of(part: object) -> str | None:
 
 def _check_tool(tool: object) -> object:
     """Validates the fields of a tool that Tandem uses. A function does not change, because the chat
-    template gets it as the client sent it. A tool of the type `custom` becomes a function."""
+    template gets it as the client sent it. A tool of the type `custom` becomes a function. The type
+    may be left out, as with vLLM and Ollama."""
+    if isinstance(tool, dict) and "type" not in tool and "function" in tool:
+        tool = {"type": "function", **tool}
     if not isinstance(tool, dict) or tool.get("type") not in ("function", CUSTOM):
         raise _wrong('the type of a tool must be "function" or "custom"')
     kind = tool["type"]

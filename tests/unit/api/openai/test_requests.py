@@ -140,6 +140,18 @@ def test_wrong_types_name_the_field_and_what_is_allowed(name: str, value: Any) -
     assert ALLOWED[name] in error.message
 
 
+def test_an_image_may_be_the_url_alone() -> None:
+    parts = [
+        {"type": "image_url", "image_url": url}
+        for url in ("data:image/png;base64,AAAA", {"url": "data:image/png;base64,AAAA"})
+    ]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    (request,) = parse_chat(body, "id").requests
+    assert isinstance(request.prompt, Conversation)
+    first, second = request.prompt.images
+    assert first == second
+
+
 @pytest.mark.parametrize(
     "messages",
     [
@@ -152,7 +164,7 @@ def test_wrong_types_name_the_field_and_what_is_allowed(name: str, value: Any) -
         [{"role": "user", "content": None}],
         [{"role": "user", "content": 5}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": "data:"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}],
     ],
 )
 def test_bad_messages(messages: Any) -> None:
