@@ -182,6 +182,9 @@ class _TemplateTraits(NamedTuple):
     # True: call ids may have any form. False: nine letters and digits, as Mistral requires.
     takes_all_ids: bool
     refuses_systems: bool  # True: the template refuses all system messages.
+    # True: the template renders a system message without any of the user. False: it becomes the
+    # user's.
+    takes_system_alone: bool
     # True: the template renders two system messages at the beginning. False: they become one.
     takes_two_systems: bool
     # True: the template renders system messages after others. False: they become the user's.
@@ -191,7 +194,8 @@ class _TemplateTraits(NamedTuple):
 
     def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
         """Returns the messages that the template receives for a chat."""
-        if not (self.takes_two_systems and self.takes_later_systems and self.takes_two_users):
+        takes_rows = self.takes_two_systems and self.takes_later_systems and self.takes_two_users
+        if not (takes_rows and self.takes_system_alone):
             messages = self._with_known_rows(messages)
         if self.takes_one_call:
             messages = _with_one_call_each(messages)
@@ -204,12 +208,14 @@ class _TemplateTraits(NamedTuple):
         later system messages, or all, into the user's, as far as the template requires it. A
         message that was turned is joined with the user's messages beside it."""
         given: list[_Message] = []
+        has_user = any(message["role"] == "user" for message in messages)
+        takes_first = not self.refuses_systems and (has_user or self.takes_system_alone)
         has_begun = False  # whether a message came that is not the system's
         joins = False  # whether the last message in `given` is joined with the next of its role
         for message in messages:
             is_system = message["role"] == "system"
             has_begun |= not is_system
-            takes_it = self.takes_later_systems if has_begun else not self.refuses_systems
+            takes_it = self.takes_later_systems if has_begun else takes_first
             is_turned = is_system and not takes_it
             if is_turned:
                 message = {**message, "role": "user"}
@@ -457,6 +463,7 @@ class ChatTemplate:
             refuses_systems=not any(
                 self._render_probe("system", content) for content in ("probedone", _PROBED_PARTS)
             ),
+            takes_system_alone=True,
             takes_two_systems=True,
             takes_later_systems=True,
             takes_two_users=True,
@@ -467,6 +474,7 @@ class ChatTemplate:
         asked, further = ({"role": "user", "content": f"probed{n}"} for n in "de")
         later = (first, user, second, answer, third, user)
         traits = traits._replace(
+            takes_system_alone=self._shows_probes(traits, first),
             takes_two_systems=self._shows_probes(traits, first, second, user),
             takes_later_systems=self._shows_probes(traits, *later),
             takes_two_users=self._shows_probes(traits, asked, further, answer, user),

@@ -542,6 +542,17 @@ def test_no_system_message_is_refused_or_lost(source: str, expected: str) -> Non
     assert render(source, two) == ("u:x\n\ny|" if "alternate" in source else "u:x|u:y|")
 
 
+def test_a_system_message_alone_is_the_users_where_the_template_needs_one() -> None:
+    needs = (  # Qwen3.5
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
+        "{{ raise_exception('No user query found in messages.') }}{% endif %}"
+    )
+    alone = [{"role": "system", "content": "A"}]
+    assert render(needs + _SAYS, alone) == "u:A|"
+    assert render(needs + _SAYS, [*alone, *USER]) == "s:A|u:Hi|"
+    assert render(_SAYS, alone) == "s:A|"
+
+
 def test_system_messages_of_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
     messages = [
