@@ -191,11 +191,15 @@ class _TemplateTraits(NamedTuple):
     takes_later_systems: bool
     # True: the template renders two messages of the user in a row. False: they become one.
     takes_two_users: bool
+    # True: the template renders a message of the user after the result of a tool. False: it becomes
+    # a part of the result.
+    takes_user_after_result: bool
 
     def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
         """Returns the messages that the template receives for a chat."""
-        takes_rows = self.takes_two_systems and self.takes_later_systems and self.takes_two_users
-        if not (takes_rows and self.takes_system_alone):
+        takes_systems = self.takes_two_systems and self.takes_later_systems
+        takes_users = self.takes_two_users and self.takes_user_after_result
+        if not (takes_systems and self.takes_system_alone and takes_users):
             messages = self._with_known_rows(messages)
         if self.takes_one_call:
             messages = _with_one_call_each(messages)
@@ -220,8 +224,10 @@ class _TemplateTraits(NamedTuple):
             if is_turned:
                 message = {**message, "role": "user"}
             role = message["role"]
-            is_like_last = bool(given) and given[-1]["role"] == role and role in ("system", "user")
-            if is_like_last and (joins or is_turned):
+            last_role = given[-1]["role"] if given else ""
+            is_like_last = last_role == role and role in ("system", "user")
+            continues = (last_role, role) == ("tool", "user") and not self.takes_user_after_result
+            if continues or (is_like_last and (joins or is_turned)):
                 given[-1] = _joined(given[-1], message)
             else:
                 given.append(message)
@@ -467,6 +473,7 @@ class ChatTemplate:
             takes_two_systems=True,
             takes_later_systems=True,
             takes_two_users=True,
+            takes_user_after_result=True,
         )
         traits = traits._replace(shows_results=self._shows_results(traits))
         user, answer = self._smallest_chat.user, {"role": "assistant", "content": "b"}
@@ -478,6 +485,11 @@ class ChatTemplate:
             takes_two_systems=self._shows_probes(traits, first, second, user),
             takes_later_systems=self._shows_probes(traits, *later),
             takes_two_users=self._shows_probes(traits, asked, further, answer, user),
+        )
+        called = (user, _CALLED, _RESULT)
+        takes_user = self._shows_probes(traits, *called, asked)
+        traits = traits._replace(
+            takes_user_after_result=takes_user or not self._shows_probes(traits, *called)
         )
         takes_one = not self._shows_two_calls(traits)
         one_each = traits._replace(takes_one_call=True)
@@ -493,8 +505,8 @@ class ChatTemplate:
             rendered = self._render(traits.chat(messages), self._smallest_chat.tools)
         except _ERRORS:
             return False
-        texts = (message["content"] for message in messages)
-        return all(text in rendered for text in texts if str(text).startswith("probed"))
+        texts = (str(message["content"]) for message in messages)
+        return all(text in rendered for text in texts if text.startswith("probed"))
 
     def _shows_results(self, traits: _TemplateTraits) -> bool:
         """Returns whether the template renders the result of a tool call.

@@ -553,6 +553,27 @@ def test_a_system_message_alone_is_the_users_where_the_template_needs_one() -> N
     assert render(_SAYS, alone) == "s:A|"
 
 
+def test_words_after_a_result_are_a_part_of_it_where_roles_must_alternate() -> None:
+    """Agents send such words when their user stops a call, and Claude Code sends reminders."""
+    own = "messages | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls') | list"
+    alternates = f"{{% set own = {own} %}}{_ALTERNATES.partition('%}')[2]}"
+    says = (
+        "{% for m in messages %}{{ m.role[0] }}:{% for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments }}{% endfor %}{{ m.content }}|{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "4"},
+        {"role": "user", "content": "Stop."},
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    assert render(alternates + says, messages).endswith("t:4\n\nStop.\n\nGo.|a:Yes.|")
+    assert render(says, messages).endswith("t:4|u:Stop.|u:Go.|a:Yes.|")
+
+
 def test_system_messages_of_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
     messages = [
