@@ -486,10 +486,10 @@ class ChatTemplate:
             takes_later_systems=self._shows_probes(traits, *later),
             takes_two_users=self._shows_probes(traits, asked, further, answer, user),
         )
-        called = (user, _CALLED, _RESULT)
-        takes_user = self._shows_probes(traits, *called, asked)
+        result = (user, _CALLED, _RESULT)
+        takes_user = self._shows_probes(traits, *result, asked)
         traits = traits._replace(
-            takes_user_after_result=takes_user or not self._shows_probes(traits, *called)
+            takes_user_after_result=takes_user or not self._shows_probes(traits, *result)
         )
         takes_one = not self._shows_two_calls(traits)
         one_each = traits._replace(takes_one_call=True)

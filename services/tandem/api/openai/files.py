@@ -33,8 +33,10 @@ def is_text(part: Any) -> bool:
                 decode_text(str(source.get("data")), str(source.get("media_type")))
             case {"type": "document", "source": {"type": "text" | "content"}}:
                 pass
-            case {"type": "file", "file": dict(file)} | {"type": "input_file", **file}:
+            case {"type": "file", "file": dict(file)}:
                 text_of_file(file)
+            case {"type": "input_file"}:
+                text_of_file(part)
             case _:
                 return False
     except PydanticCustomError:
