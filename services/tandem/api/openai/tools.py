@@ -16,6 +16,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tandem.api.openai.files import is_text
+from tandem.common.surrogates import without_halves
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.conversation import ToolCall
 
@@ -248,9 +249,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     """Parses the arguments of a tool call. If a model wrote malformed JSON, the result is
     {"arguments": text}, so that the conversation can continue."""
     try:
-        arguments = json.loads(text, strict=False) if text.strip() else {}
-        if "\\ud" in text.lower():  # Half of a surrogate pair is no character.
-            json.dumps(arguments, ensure_ascii=False).encode()
+        arguments = json.loads(without_halves(text), strict=False) if text.strip() else {}
     except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else {"arguments": text}
