@@ -737,6 +737,8 @@ async def test_errors_have_anthropics_form_and_status(
         await ask(client, model="claude")
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     assert missing.value.request_id
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: This model's maximum"):
+        await ask(client, messages=[{"role": "user", "content": "a b " * 3000}])
     router.script(refusing("queue_full", 3.0))
     with pytest.raises(anthropic.APIStatusError) as full:
         await ask(client)
