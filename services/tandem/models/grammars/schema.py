@@ -46,6 +46,8 @@ _RESTRICTS_NOTHING: dict[str, Any] = {
     "unevaluatedItems": True,
     "dependentRequired": {},
 }
+# Keywords for readers. The descriptions of many tools together would exceed the limit of a grammar.
+_FOR_READERS = ("title", "description", "examples", "$comment")
 # Keywords whose values are data. In two of them null is a value, too.
 _OF_DATA = ("const", "default", "enum", "examples")
 _MAY_BE_NULL = ("const", "default")
@@ -132,7 +134,8 @@ def reason(error: str) -> str:
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema in which an object has only the properties that it lists, unless it says
-    something else. Without this, a model that must call a function may write any property.
+    something else. Without this, a model that must call a function may write any property. Texts
+    for readers are left out.
 
     An object stays open if another schema applies to it as well, because that one may list more
     properties. All stay open if such a schema is a reference into another part of the schema.
@@ -152,7 +155,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _closed(schema: Any, *, may_close: bool, may_close_definitions: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
+    made = {keyword: value for keyword, value in schema.items() if keyword not in _FOR_READERS}
     combines = _COMBINES & made.keys()
     listed = made.get("properties")
 

@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 
 from tandem.common.config.answers import AnswerConfig
 from tandem.errors import BadRequest
-from tandem.models.grammars.text import grammar_text
+from tandem.models.grammars.text import SOURCE_BYTES_MAX, grammar_text
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.parsers.model_format import ModelFormat
@@ -251,6 +251,21 @@ def test_a_tool_that_cannot_be_forced_is_named(
     with pytest.raises(BadRequest, match=why) as raised:
         setup.answers.forced_calls(tools, [1], one_call_only=False)
     assert raised.value.param == "tools"
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_descriptions_of_many_tools_are_not_too_long(name: str, folder: Path) -> None:
+    text = {"type": "string", "title": "A", "description": "Long. " * 300}
+    place = {"type": "object", "properties": {"title": text}, "description": "Long. " * 300}
+    schema = {"type": "object", "properties": {"description": text, "place": place}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(40)
+    ]
+    assert len(json.dumps(tools)) > SOURCE_BYTES_MAX
+    setup = Setup(folder, name)
+    form = setup.answers.forced_calls(tools, [1], one_call_only=True)
+    assert "Long" not in form.source
+    assert "title" in form.source
 
 
 @pytest.mark.parametrize("strict", [True, False])
