@@ -328,6 +328,21 @@ async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> N
     assert not router.submitted
 
 
+async def test_an_answer_is_calls_or_has_the_form(router: RunningRouter) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"z": 7}}}}
+    for text, reason in ((THOUGHT + CALLS, "tool_calls"), (THOUGHT + '{"z": 7}', "stop")):
+        says(router, text)
+        (choice,) = (await ask(router, response_format=form)).choices
+        assert choice.finish_reason == reason
+        assert (choice.message.content == '{"z": 7}') == (reason == "stop")
+        (submit,) = router.submitted
+        assert "get_weather" in submit.input.grammar
+    says(router, "Rome.")
+    await ask(router, extra_body={"structured_outputs": {"choice": ["Rome."]}})
+    (submit,) = router.submitted
+    assert "get_weather" not in submit.input.grammar
+
+
 async def test_forced_calls_leave_no_text_for_response_format(router: RunningRouter) -> None:
     says(router, CALLS)
     answer = await ask(router, tool_choice="required", response_format={"type": "json_object"})

@@ -73,7 +73,8 @@ def grammar_text(wanted: StructuredOutput) -> str:
     # all other kinds, the text is a Lark grammar.
     is_list = wanted.kind in ("json_object", "json_schema", "regex")
     [grammar] = json.loads(form)["grammars"] if is_list else [{"lark_grammar": form}]
-    return json.dumps({"grammars": [{"lark_grammar": wanted.head}, {**grammar, "name": "form"}]})
+    head = _form_text(StructuredOutput(wanted.field, "lark", wanted.head))
+    return json.dumps({"grammars": [{"lark_grammar": head}, {**grammar, "name": "form"}]})
 
 
 def _form_text(wanted: StructuredOutput) -> str:

@@ -41,17 +41,30 @@ def write_grammar(
     split_at_added: Callable[[str], Sequence[tuple[str, int | None]]],
     begins_in_reasoning: bool,
     one_call_only: bool,
+    around_content: Sequence[tuple[str, str]] | None = None,
 ) -> str:
     """Returns the grammar, in llguidance's variant of Lark.
 
+    With `around_content`, the answer may have the form that `@form` stands for instead of calls.
     Raises BadRequest for a tool that cannot be called.
     """
     grammar = _CallRules(terminals_of(tool_format, reasoning), split_at_added, frame=frame)
     calls = grammar.calls([tool["function"] for tool in tools], one_call_only=one_call_only)
+    if around_content is not None:
+        calls = f"({calls} | {grammar.form(tool_format, around_content)})"
     thought = ""
     if reasoning is not None:
         thought = grammar.thought(reasoning, is_open=begins_in_reasoning)
     return "\n".join([f"start: {thought} {calls}", *grammar.rules])
+
+
+def without_limits(tool: Mapping[str, Any], frame: CallFrame) -> dict[str, Any]:
+    """Returns a tool for answers that may also be something else than its call. Arguments in JSON
+    may then be any object, so that no schema refuses such an answer."""
+    function = {"name": tool["function"]["name"]}
+    if frame.pair is None:
+        return {"function": {**function, "parameters": {"additionalProperties": True}}}
+    return {"function": {**function, "parameters": tool["function"].get("parameters")}}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -73,7 +73,11 @@ def wanted_form(
     if chat.tool_choice != "required":
         if form is None or chat.continue_final_message:
             return form  # an answer that continues a message has no reasoning
-        return model_format.after_reasoning(form, prompt_token_ids)
+        if not chat.callable_tools or form.field != "response_format":
+            return model_format.after_reasoning(form, prompt_token_ids)
+        return model_format.calls_or(
+            form, chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
+        )
     return model_format.forced_calls(
         chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
     )
