@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from tandem.api.openai.files import is_text
 from tandem.common.surrogates import without_halves
+from tandem.models.grammars.schema import without_nulls
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.conversation import ToolCall
 
@@ -125,9 +126,9 @@ def kind_of(part: object) -> str | None:
 
 
 def _check_tool(tool: object) -> object:
-    """Validates the fields of a tool that Tandem uses. A function does not change, because the chat
-    template gets it as the client sent it. A tool of the type `custom` becomes a function. The type
-    may be left out, as with vLLM and Ollama."""
+    """Validates the fields of a tool that Tandem uses. A function changes only where its schema has
+    null, because the chat template gets it as the client sent it. A tool of the type `custom`
+    becomes a function. The type may be left out, as with vLLM and Ollama."""
     if isinstance(tool, dict) and "type" not in tool and "function" in tool:
         tool = {"type": "function", **tool}
     if not isinstance(tool, dict) or tool.get("type") not in ("function", CUSTOM):
@@ -143,9 +144,13 @@ def _check_tool(tool: object) -> object:
     if kind == CUSTOM:
         sent = as_function(function["name"], function.get("description"), function.get("format"))
         return {"type": "function", "function": sent}
-    if not isinstance(function.get("parameters"), dict | None):
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict | None):
         raise _wrong("the parameters of a function must be an object with a JSON schema")
-    return tool
+    if parameters is None:
+        return tool
+    # Chat templates read some keywords of the schema, and fail if one is null.
+    return {**tool, kind: {**function, "parameters": without_nulls(parameters)}}
 
 
 Tool = Annotated[dict[str, Any], BeforeValidator(_check_tool)]
