@@ -94,8 +94,10 @@ class Clients:
                 elif line.startswith("data: {"):
                     if not text:
                         self.ttft_s.append(time.perf_counter() - sent)
-                    choices = json.loads(line.removeprefix("data: "))["choices"]
-                    text += choices[0]["delta"].get("content") or " "
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise ValueError(event["error"]["message"])
+                    text += event["choices"][0]["delta"].get("content") or " "
         if not is_whole:
             raise ValueError("the stream was cut off")
         return text

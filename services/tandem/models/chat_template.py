@@ -15,6 +15,7 @@ Templates expect messages in different forms:
 - The key of an assistant's reasoning is `reasoning_content`, `thinking` or `reasoning`.
 - The arguments of tool calls are objects or JSON text.
 - `content` is a string or a list such as [{"type": "text", "text": "a"}].
+- System messages come anywhere, or one comes at the beginning.
 
 When a template is loaded, small test chats are rendered in each form, and a form scores one point
 if the template rendered the reasoning of the test message, and one if it rendered the tool calls.
@@ -33,7 +34,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from hashlib import sha256
-from itertools import product, takewhile
+from itertools import chain, product, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -180,14 +181,59 @@ class _TemplateTraits(NamedTuple):
     takes_one_call: bool
     # True: call ids may have any form. False: nine letters and digits, as Mistral requires.
     takes_all_ids: bool
+    refuses_systems: bool  # True: the template refuses all system messages.
+    # True: the template renders a system message without any of the user. False: it becomes the
+    # user's.
+    takes_system_alone: bool
+    # True: the template renders two system messages at the beginning. False: they become one.
+    takes_two_systems: bool
+    # True: the template renders system messages after others. False: they become the user's.
+    takes_later_systems: bool
+    # True: the template renders two messages of the user in a row. False: they become one.
+    takes_two_users: bool
+    # True: the template renders a message of the user after the result of a tool. False: it becomes
+    # a part of the result.
+    takes_user_after_result: bool
 
     def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
         """Returns the messages that the template receives for a chat."""
+        takes_systems = self.takes_two_systems and self.takes_later_systems
+        takes_users = self.takes_two_users and self.takes_user_after_result
+        if not (takes_systems and self.takes_system_alone and takes_users):
+            messages = self._with_known_rows(messages)
         if self.takes_one_call:
             messages = _with_one_call_each(messages)
         if not self.takes_all_ids:
             messages = list(map(_with_short_ids, messages))
         return [given for message in messages for given in self.given(message)]
+
+    def _with_known_rows(self, messages: Sequence[_Message]) -> list[_Message]:
+        """Joins the system messages at the beginning and the user's messages in a row, and turns
+        later system messages, or all, into the user's, as far as the template requires it. A
+        message that was turned is joined with the user's messages beside it."""
+        given: list[_Message] = []
+        has_user = any(message["role"] == "user" for message in messages)
+        takes_first = not self.refuses_systems and (has_user or self.takes_system_alone)
+        has_begun = False  # whether a message came that is not the system's
+        joins = False  # whether the last message in `given` is joined with the next of its role
+        for message in messages:
+            is_system = message["role"] == "system"
+            has_begun |= not is_system
+            takes_it = self.takes_later_systems if has_begun else takes_first
+            is_turned = is_system and not takes_it
+            if is_turned:
+                message = {**message, "role": "user"}
+            role = message["role"]
+            last_role = given[-1]["role"] if given else ""
+            is_like_last = last_role == role and role in ("system", "user")
+            continues = (last_role, role) == ("tool", "user") and not self.takes_user_after_result
+            if continues or (is_like_last and (joins or is_turned)):
+                given[-1] = _joined(given[-1], message)
+            else:
+                given.append(message)
+            takes_two = self.takes_two_users if has_begun else self.takes_two_systems
+            joins = is_turned or not takes_two
+        return given
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
         """Returns the messages that the template receives for one message. The result has two
@@ -214,6 +260,18 @@ class _TemplateTraits(NamedTuple):
 def _text_of(content: Sequence[Mapping[str, Any]]) -> str:
     """Returns the texts of a message's parts; images are left out."""
     return "\n".join(part["text"] for part in content if "text" in part)
+
+
+def _joined(first: _Message, second: _Message) -> _Message:
+    """Returns one message with the contents of two messages of one role."""
+    contents = [message["content"] for message in (first, second) if message["content"]]
+    if all(isinstance(content, str) for content in contents):
+        return {**first, "content": "\n\n".join(contents)}
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for content in contents
+    ]
+    return {**first, "content": [*chain(*parts)]}
 
 
 def _with_one_call_each(messages: Sequence[_Message]) -> list[_Message]:
@@ -408,8 +466,31 @@ class ChatTemplate:
             shows_results=True,
             takes_one_call=False,
             takes_all_ids=True,
+            refuses_systems=not any(
+                self._render_probe("system", content) for content in ("probedone", _PROBED_PARTS)
+            ),
+            takes_system_alone=True,
+            takes_two_systems=True,
+            takes_later_systems=True,
+            takes_two_users=True,
+            takes_user_after_result=True,
         )
         traits = traits._replace(shows_results=self._shows_results(traits))
+        user, answer = self._smallest_chat.user, {"role": "assistant", "content": "b"}
+        first, second, third = ({"role": "system", "content": f"probed{n}"} for n in "abc")
+        asked, further = ({"role": "user", "content": f"probed{n}"} for n in "de")
+        later = (first, user, second, answer, third, user)
+        traits = traits._replace(
+            takes_system_alone=self._shows_probes(traits, first),
+            takes_two_systems=self._shows_probes(traits, first, second, user),
+            takes_later_systems=self._shows_probes(traits, *later),
+            takes_two_users=self._shows_probes(traits, asked, further, answer, user),
+        )
+        result = (user, _CALLED, _RESULT)
+        takes_user = self._shows_probes(traits, *result, asked)
+        traits = traits._replace(
+            takes_user_after_result=takes_user or not self._shows_probes(traits, *result)
+        )
         takes_one = not self._shows_two_calls(traits)
         one_each = traits._replace(takes_one_call=True)
         if takes_one and self._shows_two_calls(one_each):
@@ -417,6 +498,15 @@ class ChatTemplate:
         takes_short = self._takes_call(traits, "abcdefghi")
         takes_all = self._takes_call(traits, "call_0123456789abcdef") or not takes_short
         return traits._replace(takes_all_ids=takes_all)
+
+    def _shows_probes(self, traits: _TemplateTraits, *messages: _Message) -> bool:
+        """Returns whether the template renders all test texts of a chat."""
+        try:
+            rendered = self._render(traits.chat(messages), self._smallest_chat.tools)
+        except _ERRORS:
+            return False
+        texts = (str(message["content"]) for message in messages)
+        return all(text in rendered for text in texts if text.startswith("probed"))
 
     def _shows_results(self, traits: _TemplateTraits) -> bool:
         """Returns whether the template renders the result of a tool call.

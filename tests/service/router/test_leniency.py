@@ -286,6 +286,7 @@ async def test_limits_are_those_of_the_api(router: RunningRouter) -> None:
     router.script(saying([*ids(router, "Hi!"), EOS], finish_reason="stop"))
     for body in (
         {"prompt": "def f():", "stop": ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]},
+        {"prompt": "def f():", "top_k": 40.0, "seed": 7.0, "n": 1.0},
         {"prompt": "def f():", "top_p": 0},
     ):
         for worker in router.workers:

@@ -15,6 +15,8 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from pydantic import BaseModel
 
+from tandem.api.anthropic.requests import parse_messages
+from tandem.router.request.conversation import Conversation
 from tests.harness.models import HERMES_TEMPLATE, with_template
 from tests.harness.scripted_worker import refusal, refusing, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
@@ -324,7 +326,7 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
         (of_user(PDF), "application/pdf"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": []}, "messages must be"),
-        ({"max_tokens": 0}, "max_tokens must be"),
+        ({"max_tokens": -1}, "max_tokens must be"),
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"stop_sequences": [""]}, "stop_sequences must be"),
         ({"temperature": 3}, "temperature must be"),
@@ -337,7 +339,7 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
             "no tool with the name",
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "with the name 'f'"),
-        ({"thinking": {"type": "between_tools"}}, "thinking"),
+        ({"thinking": {"type": "always"}}, "thinking"),
         ({"output_config": {"effort": 3}}, "output_config.effort"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs must be"),
         ({"output_config": {"format": NOT_JSON_SCHEMA}}, "output_config cannot"),
@@ -347,16 +349,11 @@ def of_user(*blocks: dict[str, Any]) -> dict[str, Any]:
         ({"context_management": edits({"type": "clear_all"})}, "'clear_all'"),
         ({"context_management": edits({**KEEP_ALL, "keep": "some"})}, "edits.0"),
         (
-            {**LONG, "context_management": edits({"type": "clear_thinking_20251015"})},
-            "edits.0: clear_thinking_20251015 would change",
-        ),
-        (
             {**LONG, "context_management": edits(KEEP_ALL, CLEAR_USES)},
             "edits.1: clear_tool_uses_20250919 would change",
         ),
         ({**LONG, "context_management": edits(COMPACT)}, "edits.0: compact_20260112 would change"),
         ({"context_management": edits("all")}, "edits.0"),
-        ({"context_management": {"compact": True}}, "context_management.compact"),
         ({"thread": "create"}, "thread is not valid"),
         ({"thread": {"type": "fork"}}, "thread.type"),
         ({"thread": {"type": "continue"}}, "needs a previous_message_id"),
@@ -434,7 +431,13 @@ async def test_a_choice_of_texts_is_the_form_of_the_answer(
         ({"context_management": edits({**KEEP_ALL, "keep": {"type": "all"}})}, ""),
         ({"context_management": edits()}, ""),
         ({"context_management": {}}, ""),
-        ({"context_management": edits({"type": "clear_thinking_20251015"})}, "context_management"),
+        ({"context_management": edits({"type": "clear_thinking_20251015"})}, ""),
+        (
+            {"context_management": edits({**CLEAR_USES, "exclude_tools": None})},
+            "context_management",
+        ),
+        ({"context_management": edits({**COMPACT, "trigger": None})}, "context_management"),
+        ({"thinking": {"type": "between_tools"}}, ""),
         ({"context_management": edits(KEEP_ALL, CLEAR_USES)}, "context_management"),
         ({"context_management": edits(COMPACT)}, "context_management"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
@@ -469,13 +472,15 @@ async def test_what_has_no_effect_is_named(router: RunningRouter, client: AsyncA
         body = {
             "thread": {"type": "create"},
             "output_config": {"wings": {}},
+            "context_management": {"wings": {}},
             "stream": stream,
         }
         raw = await client.messages.with_raw_response.create(
             model="tiny", max_tokens=9, messages=ASKED, extra_body=body
         )
         assert raw.headers["warning"] == (
-            '299 tandem "unknown fields of the request are ignored: output_config.wings", '
+            '299 tandem "unknown fields of the request are ignored: output_config.wings, '
+            'context_management.wings", '
             '299 tandem "fields without effect: thread"'
         )
 
@@ -490,6 +495,7 @@ async def test_what_anthropics_servers_did_is_left_out(router: RunningRouter) ->
                 {"type": "redacted_thinking", "data": "x"},
                 {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
                 {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
                 {"type": "text", "text": "Rome?", "citations": [{"type": "char_location"}]},
             ],
         },
@@ -503,7 +509,8 @@ async def test_what_anthropics_servers_did_is_left_out(router: RunningRouter) ->
         assert answer.headers["warning"] == (
             '299 tandem "parts of the request are left out: '
             "tools.web_search_20250305.web_search, messages.redacted_thinking, "
-            'messages.server_tool_use, messages.web_search_tool_result, messages.citations"'
+            "messages.server_tool_use, messages.web_search_tool_result, messages.fallback, "
+            'messages.citations"'
         )
     prompt = prompt_of(router)
     assert prompt.count("<|im_start|>assistant\nRome?<|im_end|>") == 1
@@ -540,25 +547,78 @@ async def test_tools_are_found_and_change_within_a_conversation(
     assert "The tool search is no longer available." in prompt
 
 
-async def test_images_in_the_results_of_tools_are_left_out(router: RunningRouter) -> None:
+async def test_images_and_files_in_the_results_of_tools_are_left_out(
+    router: RunningRouter,
+) -> None:
     says(router, "Hi!")
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     image = {"type": "image", "source": source}
+    text = {"type": "document", "source": {**PLAIN, "data": "Read me."}}
+    page = {"type": "browser_state", "tabs": []}
     called = {"type": "tool_use", "id": "t", "name": "see", "input": {}}
     history = [
         *ASKED,
         {"role": "assistant", "content": [called]},
         {
             "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "t", "content": [image]}],
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t", "content": [image, PDF, text, page]}
+            ],
         },
     ]
     answer = await router.http.post(
         "/v1/messages", json={"model": "tiny", "max_tokens": 9, "messages": history}
     )
     assert answer.status_code == 200, answer.text
-    assert "messages.tool_result.image" in answer.headers["warning"]
-    assert "An image was left out" in prompt_of(router)
+    for kind in ("image", "document", "browser_state"):
+        assert f"messages.tool_result.{kind}" in answer.headers["warning"]
+    read = "Read me.\n(An image was left out here.)\n(A file was left out here.)"
+    assert read in prompt_of(router)
+
+
+async def test_thinking_of_earlier_turns_is_cleared() -> None:
+    """Claude Code sends this edit after an hour without a request."""
+    thought = {"type": "thinking", "thinking": "Ah.", "signature": ""}
+    said = {"role": "assistant", "content": [thought]}
+    turns = [*ASKED, *used("get_weather"), said, *ASKED, *used("get_time"), *used("get_place")]
+    for value, first in ((1, ""), (2, "Hm.")):
+        keep = {"type": "thinking_turns", "value": value}
+        edit = {"type": "clear_thinking_20251015", "keep": keep}
+        body = {"max_tokens": 9, "messages": turns, "context_management": edits(edit)}
+        (request,) = parse_messages(body, "x").requests
+        assert isinstance(request.prompt, Conversation)
+        answers = [m for m in request.prompt.messages if m.role == "assistant"]
+        kept = [first, "Ah." if first else "", "Hm.", "Hm."]
+        assert [answer.reasoning for answer in answers] == kept
+
+
+async def test_max_tokens_0_caches_the_prompt_alone(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    says(router, "Rome.")
+    message = await ask(client, max_tokens=0)
+    assert (message.content, message.stop_reason) == ([], "max_tokens")
+    assert message.usage.output_tokens == 0
+    assert prompt_of(router).endswith("<|im_start|>assistant\n")
+
+
+async def test_null_means_absent_in_every_part(
+    router: RunningRouter, client: AsyncAnthropic
+) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}, "cache_control": None}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": None, "is_error": None}
+    says(router, CALLS)
+    message = await ask(
+        client,
+        messages=[
+            *ASKED,
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ],
+        tools=[{**WEATHER, "input_schema": {**SCHEMA, "required": None}}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": None},
+    )
+    assert message.stop_reason == "tool_use"
 
 
 @pytest.mark.parametrize("levels", [300, 700, 850, 900, 950, 980, 990, 1000, 1100])
@@ -677,6 +737,8 @@ async def test_errors_have_anthropics_form_and_status(
         await ask(client, model="claude")
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     assert missing.value.request_id
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: This model's maximum"):
+        await ask(client, messages=[{"role": "user", "content": "a b " * 3000}])
     router.script(refusing("queue_full", 3.0))
     with pytest.raises(anthropic.APIStatusError) as full:
         await ask(client)

@@ -260,6 +260,29 @@ async def test_errors_have_ollamas_form(
     assert not router.submitted
 
 
+async def test_the_root_says_that_it_runs(router: RunningRouter) -> None:
+    """`ollama list` and other clients call it first."""
+    assert (await router.http.get("/")).text == "Ollama is running"
+    assert (await router.http.head("/")).status_code == 200
+
+
+async def test_a_call_may_have_any_content_type_but_not_from_a_page(router: RunningRouter) -> None:
+    """Ollama's documentation has calls such as `curl URL -d '{"model": ...}'`."""
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    for path, body in (
+        ("/api/chat", {"messages": ASKED, "options": {"num_predict": 50.0}, "think": "max"}),
+        ("/api/generate", {"prompt": "a"}),
+        ("/api/show", {}),
+    ):
+        says(router, "Rome.")
+        content = json.dumps({"model": "tiny", **body})
+        answer = await router.http.post(path, content=content, headers=form)
+        assert answer.status_code == 200, answer.text
+        page = {**form, "origin": "https://evil.example"}
+        refused = await router.http.post(path, content=content, headers=page)
+        assert refused.status_code == 415
+
+
 async def test_an_error_ends_a_stream(router: RunningRouter, client: ollama.AsyncClient) -> None:
     router.script(refusing("internal_error"))
     with pytest.raises(ollama.ResponseError, match="says the test"):

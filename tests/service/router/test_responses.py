@@ -439,21 +439,30 @@ async def test_null_in_an_object_means_absent(router: RunningRouter) -> None:
     assert (await router.http.post("/v1/responses", json=body)).status_code == 200
 
 
-async def test_images_in_outputs_and_calls_of_a_shell_are_left_out(router: RunningRouter) -> None:
+async def test_media_in_outputs_and_calls_of_hosted_tools_are_left_out(
+    router: RunningRouter,
+) -> None:
     says(router, "Hi!")
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    file = {"type": "input_file", "file_id": "file-1"}
+    text = {"type": "input_file", "filename": "a.txt", "file_data": "data:text/plain;base64,SGkh"}
     items = [
         {"role": "user", "content": "x"},
         {"type": "reasoning", "id": "rs_1", "summary": None},
         {"type": "local_shell_call", "id": "x"},
+        {"type": "program", "id": "p", "call_id": "p", "code": "1", "fingerprint": "x"},
+        {"type": "program_output", "id": "q", "call_id": "p", "result": "1"},
         {"type": "function_call", "call_id": "c", "name": "see", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": [image]},
+        {"type": "function_call_output", "call_id": "c", "output": [image, file, text]},
     ]
     answer = await router.http.post("/v1/responses", json={"input": items})
     assert answer.status_code == 200, answer.text
-    left_out = "input.local_shell_call, input.function_call_output.input_image"
+    output = "input.function_call_output"
+    hosted = "input.local_shell_call, input.program, input.program_output"
+    left_out = f"{hosted}, {output}.input_image, {output}.input_file"
     assert left_out in answer.headers["warning"]
-    assert "An image was left out" in prompt_of(router)
+    read = "a.txt\nHi!\n(An image was left out here.)\n(A file was left out here.)"
+    assert read in prompt_of(router)
 
 
 HOSTED: list[Any] = [
@@ -546,6 +555,24 @@ async def test_functions_of_namespaces_are_called_by_their_names(router: Running
     assert answer.status_code == 200, answer.text
     (submit,) = router.submitted
     assert "more__spawn" in submit.input.grammar  # type: ignore[attr-defined]
+
+
+async def test_codex_sends_tools_and_messages_of_agents_as_items(router: RunningRouter) -> None:
+    says(router, call_of("spawn", "{}"))
+    tools = {"type": "additional_tools", "role": "developer", "tools": [*AGENTS, HOSTED[0]]}
+    body = {"input": [tools, {"role": "user", "content": "x"}], "tools": [WEATHER]}
+    answer = await router.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert "tools.web_search" in answer.headers["warning"]
+    assert answer.json()["output"][0]["namespace"] == "agents"
+    assert prompt_of(router).count('{"name": "get_weather"') == 1
+    parts = [{"type": "encrypted_content", "encrypted_content": "x"}]
+    parts += [{"type": "input_text", "text": "Sender: /root/a\nPayload:\n4"}]
+    message = {"type": "agent_message", "author": "/root/a", "recipient": "/root", "content": parts}
+    says(router, "Four.")
+    answer = await router.http.post("/v1/responses", json={"input": [message]})
+    assert answer.status_code == 200, answer.text
+    assert "<|im_start|>user\nSender: /root/a\nPayload:\n4<|im_end|>" in prompt_of(router)
 
 
 async def test_a_custom_tool_gets_its_text(router: RunningRouter) -> None:

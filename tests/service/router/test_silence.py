@@ -92,6 +92,31 @@ async def test_a_stream_with_tokens_has_no_comments(
     assert text.count("event: ping") == (path == "/v1/messages")
 
 
+async def test_tokens_that_are_held_back_are_no_sign_of_life(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text of a custom tool's call comes in one piece, for example."""
+    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.1)
+    (token,) = router.tokenizer.encode(" x")
+    has_comment = asyncio.Event()
+
+    async def holding(submit: Any, say: Say) -> None:
+        for _ in range(300):
+            say(update(submit, [token]))
+            await asyncio.sleep(0.01)
+            if has_comment.is_set():
+                break
+        say(update(submit, [2], "stop"))
+
+    router.script(holding)
+    body = {"messages": CHAT, "stream": True, "stop": " x" * 400}
+    async with router.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line == ": keep-alive":
+                has_comment.set()
+    assert has_comment.is_set()
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_an_error_after_the_admission_is_an_event(router: RunningRouter, path: str) -> None:
     script = Admitting(router)

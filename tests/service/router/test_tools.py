@@ -42,6 +42,7 @@ CALLS = "".join(
     for city in ("Paris", "Rome")
 )
 TEXT = f"{THOUGHT}Let me look.\n{CALLS}"
+FILE = {"type": "file", "file": {"file_data": "data:application/pdf;base64,AAAA"}}
 
 
 def says(router: RunningRouter, text: str) -> None:
@@ -101,6 +102,12 @@ async def test_a_stream_joins_to_the_whole_answer(router: RunningRouter) -> None
     assert chunks[-1].usage.completion_tokens == num_tokens
 
 
+async def test_a_function_needs_no_type(router: RunningRouter) -> None:
+    says(router, TEXT)
+    answer = await ask(router, tools=[{"function": WEATHER["function"]}], tool_choice="required")
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
 async def test_one_call_ends_the_answer_if_calls_are_not_parallel(router: RunningRouter) -> None:
     says(router, TEXT)
     answer = await ask(router, parallel_tool_calls=False)
@@ -139,6 +146,39 @@ async def test_a_history_with_calls_reaches_the_template(router: RunningRouter) 
     assert num_special == 2 * 5 + 1
 
 
+async def test_answers_and_results_of_tools_may_have_no_content(router: RunningRouter) -> None:
+    """Some clients keep no reasoning, so an answer that was cut in it has nothing else."""
+    call = {"id": "c", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "Go on."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+    ]
+    says(router, "Yes.")
+    await ask(router, messages=messages)
+    assert "<|im_start|>assistant\n<|im_end|>" in prompt_of(router)
+    assert "<tool_response>\n\n</tool_response>" in prompt_of(router)
+
+
+async def test_images_and_files_in_the_results_of_tools_are_left_out(
+    router: RunningRouter,
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "see", "arguments": "{}"}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    text = {"type": "text", "text": "Read me."}
+    result = {"role": "tool", "tool_call_id": "c", "content": [image, FILE, text]}
+    says(router, "Yes.")
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    body = {"messages": [*ASKED, said, result]}
+    answer = await router.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["warning"].endswith('left out: messages.image_url, messages.file"')
+    left_out = "(An image was left out here.)\n(A file was left out here.)"
+    assert f"<tool_response>\nRead me.\n{left_out}\n</tool_response>" in prompt_of(router)
+
+
 async def test_thinking_is_switched_by_the_template(router: RunningRouter) -> None:
     for body in (
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
@@ -171,7 +211,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         ("tool_choice", allowed("auto"), 'with the type "allowed_tools"'),
         ("tool_choice", allowed("never", "get_weather"), 'with the type "allowed_tools"'),
         ("tool_choice", allowed("required", "a", "b"), "no tool with the name 'a' or 'b'"),
-        ("messages", [{"role": "tool", "tool_call_id": "a", "content": None}], "content"),
+        ("messages", [{"role": "user", "content": None}], "content"),
         ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}], "tool_calls"),
     ],
 )
@@ -196,6 +236,11 @@ async def test_each_refusal_names_the_field(
         ("chat_template_kwargs", {"messages": "x"}, "chat_template_kwargs.messages"),
         ("chat_template_kwargs", {"enable_thinking": True}, ""),
         ("verbosity", "low", "verbosity"),
+        (
+            "structured_outputs",
+            {"choice": ["Yes."], "whitespace_pattern": " ?", "disable_fallback": False},
+            "structured_outputs.whitespace_pattern",
+        ),
         ("web_search_options", {"search_context_size": "low"}, "web_search_options"),
     ],
 )
@@ -204,7 +249,7 @@ async def test_a_hint_is_answered_and_named(
 ) -> None:
     router.script(saying([*router.tokenizer.encode("Yes."), 2], finish_reason="stop"))
     for path in ("/v1/chat/completions", "/tokenize"):
-        if path == "/tokenize" and field in ("verbosity", "web_search_options"):
+        if path == "/tokenize" and field not in ("reasoning_effort", "chat_template_kwargs"):
             continue
         body = {"messages": [{"role": "user", "content": "x"}], field: value}
         answer = await router.http.post(path, json=body)
@@ -283,6 +328,21 @@ async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> N
     assert not router.submitted
 
 
+async def test_an_answer_is_calls_or_has_the_form(router: RunningRouter) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"z": 7}}}}
+    for text, reason in ((THOUGHT + CALLS, "tool_calls"), (THOUGHT + '{"z": 7}', "stop")):
+        says(router, text)
+        (choice,) = (await ask(router, response_format=form)).choices
+        assert choice.finish_reason == reason
+        assert (choice.message.content == '{"z": 7}') == (reason == "stop")
+        (submit,) = router.submitted
+        assert "get_weather" in submit.input.grammar
+    says(router, "Rome.")
+    await ask(router, extra_body={"structured_outputs": {"choice": ["Rome."]}})
+    (submit,) = router.submitted
+    assert "get_weather" not in submit.input.grammar
+
+
 async def test_forced_calls_leave_no_text_for_response_format(router: RunningRouter) -> None:
     says(router, CALLS)
     answer = await ask(router, tool_choice="required", response_format={"type": "json_object"})
@@ -323,12 +383,16 @@ async def test_the_same_over_grpc(router: RunningRouter) -> None:
                 "tool_choice",
             ),
             (pb.Chat(chat_template_kwargs="[]"), "chat_template_kwargs"),
-            (pb.Chat(reasoning_effort="huge"), "reasoning_effort"),
         ):
             refused.messages.add(role="user", content="x")
             with pytest.raises(grpc.aio.AioRpcError, match=named) as raised:
                 await anext(aiter(stub.Generate(pb.GenerateRequest(chat=refused))))
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="x")], reasoning_effort="huge")
+        call = stub.Generate(pb.GenerateRequest(chat=chat))
+        assert [answer.finish_reason async for answer in call][-1] == "stop"
+        trailers = dict(await call.trailing_metadata() or ())
+        assert trailers["warning"] == '299 tandem "fields without effect: reasoning_effort"'
 
 
 async def test_a_form_begins_after_the_reasoning(router: RunningRouter) -> None:

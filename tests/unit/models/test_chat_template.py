@@ -499,3 +499,86 @@ def test_products_of_templates_that_people_write_are_computed() -> None:
     source = "{{ '=' * 20 }}{{ 2 ** 10 }}{{ 3 * 0.5 }}{{ [1, 2] * 2 }}{{ 2 ** 0.5 > 1 }}"
     text = ChatTemplate(source, {}).render([], add_generation_prompt=False)
     assert text == "=" * 20 + "10241.5[1, 2, 1, 2]True"
+
+
+_ALTERNATES = (
+    "{% set own = messages | rejectattr('role', 'equalto', 'system') | list %}"
+    "{% for m in own %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+)
+_SAYS = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
+_ONLY_FIRST = (  # Qwen3.5 and later
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
+)
+_NO_SYSTEM = (  # Gemma 2
+    "{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+)
+_DROPS_LATER = (  # Qwen3-VL and gpt-oss
+    "{% for m in messages %}{% if loop.first or m.role != 'system' %}"
+    "{{ m.role[0] }}:{{ m.content }}|{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (_SAYS, "s:A|s:B|u:x|s:C|a:y|s:D|u:z|"),
+        (_ALTERNATES + _SAYS, "s:A|s:B|u:x|s:C|a:y|s:D|u:z|"),
+        (_ONLY_FIRST + _SAYS, "s:A\n\nB|u:x\n\nC|a:y|u:D\n\nz|"),
+        (_NO_SYSTEM + _ONLY_FIRST + _SAYS, "u:A\n\nB\n\nx\n\nC|a:y|u:D\n\nz|"),
+        (_DROPS_LATER, "s:A\n\nB|u:x\n\nC|a:y|u:D\n\nz|"),
+        (_ALTERNATES + _ONLY_FIRST + _SAYS, "s:A\n\nB|u:x\n\nC|a:y|u:D\n\nz|"),
+    ],
+)
+def test_no_system_message_is_refused_or_lost(source: str, expected: str) -> None:
+    """Codex sends two at the beginning, and Claude Code sends some within the conversation."""
+    said = (("system", "A"), ("system", "B"), ("user", "x"), ("system", "C"))
+    said += (("assistant", "y"), ("system", "D"), ("user", "z"))
+    messages = [{"role": role, "content": content} for role, content in said]
+    assert render(source, messages) == expected
+    two = [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]
+    assert render(source, two) == ("u:x\n\ny|" if "alternate" in source else "u:x|u:y|")
+
+
+def test_a_system_message_alone_is_the_users_where_the_template_needs_one() -> None:
+    needs = (  # Qwen3.5
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
+        "{{ raise_exception('No user query found in messages.') }}{% endif %}"
+    )
+    alone = [{"role": "system", "content": "A"}]
+    assert render(needs + _SAYS, alone) == "u:A|"
+    assert render(needs + _SAYS, [*alone, *USER]) == "s:A|u:Hi|"
+    assert render(_SAYS, alone) == "s:A|"
+
+
+def test_words_after_a_result_are_a_part_of_it_where_roles_must_alternate() -> None:
+    """Agents send such words when their user stops a call, and Claude Code sends reminders."""
+    own = "messages | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls') | list"
+    alternates = f"{{% set own = {own} %}}{_ALTERNATES.partition('%}')[2]}"
+    says = (
+        "{% for m in messages %}{{ m.role[0] }}:{% for call in m.tool_calls or [] %}"
+        "{{ call.function.arguments }}{% endfor %}{{ m.content }}|{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "4"},
+        {"role": "user", "content": "Stop."},
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    assert render(alternates + says, messages).endswith("t:4\n\nStop.\n\nGo.|a:Yes.|")
+    assert render(says, messages).endswith("t:4|u:Stop.|u:Go.|a:Yes.|")
+
+
+def test_system_messages_of_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+    messages = [
+        {"role": "system", "content": parts},
+        {"role": "system", "content": "C"},
+        {"role": "user", "content": "x"},
+    ]
+    assert render(_ONLY_FIRST + _SAYS, messages) == "s:A\nB\nC|u:x|"

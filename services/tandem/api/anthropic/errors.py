@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.errors import QueueFull, TandemError, ThreadNotFound
+from tandem.errors import ContextTooLong, QueueFull, TandemError, ThreadNotFound
 
 OVERLOADED = 529
 _TYPES = {
@@ -54,7 +54,11 @@ def status_of(error: TandemError) -> int:
 
 def error_body(error: TandemError) -> dict[str, Any]:
     """Builds the JSON body of an error response, or the data of an error event in a stream."""
-    body = plain_error(status_of(error), error.message, error.code)
+    message = error.message
+    if isinstance(error, ContextTooLong):
+        # Clients search for these first words, and then shorten the conversation.
+        message = f"prompt is too long: {message}"
+    body = plain_error(status_of(error), message, error.code)
     if isinstance(error, ThreadNotFound):
         body["error"]["details"] = {"error_code": error.code}
     return body

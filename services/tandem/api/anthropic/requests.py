@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.api.openai.fields import FieldPolicy, each
@@ -28,7 +28,7 @@ from tandem.api.openai.files import decode_text
 from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.requests import parse_chat, validate
 from tandem.api.openai.structured import Strict, StructuredOutputs
-from tandem.api.openai.tools import IMAGE_LEFT_OUT, arguments_of, drop_tools, kind_of
+from tandem.api.openai.tools import arguments_of, drop_tools, kind_of, leave_out_media
 from tandem.common.printable import shorten
 from tandem.common.retention import PRIORITY_DEFAULT
 from tandem.errors import BadRequest, ThreadNotFound
@@ -48,10 +48,6 @@ NAMES = {
 }
 # The same, for the header `warning`.
 HINT_NAMES = {"reasoning_effort": "output_config.effort"}
-# The default edit of Claude Code, which changes no conversation, in its two forms
-_KEEPS_ALL = tuple(
-    {"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})
-)
 _POLICY = FieldPolicy(
     records=frozenset(
         (
@@ -63,7 +59,6 @@ _POLICY = FieldPolicy(
     hints={
         **each("container", "mcp_servers"),
         "speed": ("standard",),
-        "context_management": ({"edits": []}, *({"edits": [edit]} for edit in _KEEPS_ALL)),
     },
 )
 _ALLOWED = {
@@ -71,14 +66,14 @@ _ALLOWED = {
     "content that is a string or a list of blocks: text, tool_use and thinking (of an assistant), "
     "image, document, search_result and tool_result (of a user)",
     "system": "a string or a list of text blocks",
-    "max_tokens": "an integer of at least 1",
+    "max_tokens": "an integer of at least 1, or 0 to cache the prompt without an answer",
     "stop_sequences": ALLOWED["stop"],
     "tools": 'a list of tools such as {"name": ..., "description": ..., "input_schema": {...}}; '
     "tools that Anthropic's servers run are not supported",
     "tool_choice": 'an object with the type "auto", "any", "tool" (with name) or "none"',
-    "thinking": 'an object with the type "enabled", "disabled" or "adaptive"',
-    "context_management": "an object with edits that do not change the conversation, such as "
-    '{"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}',
+    "thinking": 'an object with the type "enabled", "disabled", "adaptive" or "between_tools"',
+    "context_management": "an object with edits of thinking, or edits that do not change the "
+    'conversation, such as {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}',
     "thread": 'an object with the type "create", or with the type "continue" and a '
     "previous_message_id",
     "output_config": 'an object with effort, such as "low", and format, such as '
@@ -96,7 +91,10 @@ _KINDS = {
 }
 # Types of blocks that say what tools of Anthropic's servers did, and of thinking that only these
 # servers can read. They are left out. So are blocks whose type ends with _SERVER_RESULT.
-_LEFT_OUT = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload")
+_LEFT_OUT = (
+    *("redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload"),
+    *("mcp_tool_listing", "fallback"),
+)
 _SERVER_RESULT = "_tool_result"
 
 
@@ -105,13 +103,13 @@ _SERVER_RESULT = "_tool_result"
 _BILLING = "x-anthropic-billing-header:"
 
 
-class _Part(BaseModel):
+class _Part(Strict):
     """A part of a body. It ignores further keys."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class CacheControl(Strict):
+class CacheControl(_Part):
     """Marks the end of a part of the prompt that the client wants cached. Every prompt is cached,
     and the part before the last mark is pinned. `scope` has no effect: the requests of a tenant
     share their cache."""
@@ -423,7 +421,7 @@ class InputMessage(_Part):
             message["reasoning_content"] = "".join(thoughts)
         if calls:
             message["tool_calls"] = calls
-        if not self.content:  # an answer may be empty
+        if not (texts or calls or "".join(thoughts)):  # an answer may be empty
             message["content"] = ""
         return message
 
@@ -445,13 +443,12 @@ class AnthropicToolChoice(_Part):
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(Strict):
+class Thinking(_Part):
     """Whether the model reasons. Only `max_tokens` bounds the reasoning, and all of it is shown."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     field_policy = FieldPolicy(hints=each("budget_tokens", "display"))
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
     def wanted(self) -> bool | None:
         """Returns True if the client turns thinking on, False if it turns thinking off, and None if
@@ -464,10 +461,9 @@ class OutputFormat(_Part):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Strict):
+class OutputConfig(_Part):
     """`effort` is a hint, which a chat template may not take."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     field_policy = FieldPolicy(hints=each("task_budget"))
 
     effort: str | None = None
@@ -492,18 +488,30 @@ _CHARACTERS_PER_TOKEN, _TOKENS_PER_IMAGE = 4, 1600  # estimated
 
 
 class ClearThinking(_Part):
-    """An edit that removes thinking from all but the last answers with thinking."""
+    """An edit that removes thinking from all but the last turns of the assistant with thinking. It
+    is carried out: Claude Code sends it in each request after an hour without any."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | _Amount = _Amount(type="thinking_turns", value=1)
 
-    def changes(self, messages: Sequence["InputMessage"]) -> bool:
+    def edited(self, messages: Sequence["InputMessage"]) -> list["InputMessage"]:
+        """Returns the messages after the edit. A turn goes on after the result of a tool."""
         if self.keep == "all" or self.keep.type == "all":
-            return False
-        with_thinking = [
-            m for m in messages if any(isinstance(block, ThinkingBlock) for block in m.content)
-        ]
-        return len(with_thinking) > self.keep.value
+            return [*messages]
+        num_turns = 0  # those with thinking, from the last one on
+        is_counted = False  # whether the current one is among them
+        kept = []
+        for message in reversed(messages):
+            if message.role != "assistant":
+                is_counted &= all(isinstance(block, ToolResultBlock) for block in message.content)
+            elif any(isinstance(block, ThinkingBlock) for block in message.content):
+                num_turns += not is_counted
+                is_counted = True
+                if num_turns > self.keep.value:
+                    shown = [b for b in message.content if not isinstance(b, ThinkingBlock)]
+                    message = message.model_copy(update={"content": shown})
+            kept.append(message)
+        return kept[::-1]
 
 
 class ClearToolUses(_Part):
@@ -560,7 +568,7 @@ def _check_edit(edit: object) -> object:
     return edit
 
 
-class ContextManagement(Strict):
+class ContextManagement(_Part):
     edits: list[
         Annotated[
             Annotated[ClearThinking | ClearToolUses | Compact, Field(discriminator="type")],
@@ -568,17 +576,20 @@ class ContextManagement(Strict):
         ]
     ] = []
 
-    def check(self, messages: Sequence["InputMessage"]) -> None:
-        """Raises BadRequest for an edit that would change these messages, because the server edits
-        no conversation."""
+    def edited(self, messages: list["InputMessage"]) -> list["InputMessage"]:
+        """Returns the messages after all edits. Raises BadRequest for an edit that would change
+        them and is not carried out."""
         for index, edit in enumerate(self.edits):
-            if edit.changes(messages):
+            if isinstance(edit, ClearThinking):
+                messages = edit.edited(messages)
+            elif edit.changes(messages):
                 raise BadRequest(
                     f"context_management must be {_ALLOWED['context_management']} "
                     f"(context_management.edits.{index}: {edit.type} would change this "
                     "conversation; leave it out, and shorten the conversation in the client)",
                     param="context_management",
                 )
+        return messages
 
 
 class Thread(_Part):
@@ -610,7 +621,12 @@ class CountTokensBody(Strict):
 
     field_policy = _POLICY
     allowed = _ALLOWED
-    parts = {"output_config": OutputConfig, "thinking": Thinking}
+    parts = {
+        "output_config": OutputConfig,
+        "thinking": Thinking,
+        "context_management": ContextManagement,
+        "structured_outputs": StructuredOutputs,
+    }
 
     model: str = Field("", description=ALLOWED["model"])
     messages: list[InputMessage] = Field(description=_ALLOWED["messages"])
@@ -645,8 +661,9 @@ class CountTokensBody(Strict):
                 for block in blocks:
                     if isinstance(block, dict) and block.pop("citations", None):
                         dropped.append("messages.citations")
-                    if _leave_out_images(block):
-                        dropped.append("messages.tool_result.image")
+                    if kind_of(block) == "tool_result":
+                        media = leave_out_media(block, "content", "text")
+                        dropped += [f"messages.tool_result.{kind}" for kind in media]
                 if content and not blocks:
                     continue
                 message["content"] = blocks
@@ -744,10 +761,11 @@ class MessagesBody(CountTokensBody):
 
     def to_chat(self) -> dict[str, Any]:
         """Converts the whole request, with its sampling options, to a body of OpenAI's chat API."""
-        same = {"max_tokens", "stream", "temperature", "top_p", "top_k", "kv_priority", "priority"}
+        same = {"stream", "temperature", "top_p", "top_k", "kv_priority", "priority"}
         chat = {
             **super().to_chat(),
             **{name: getattr(self, name) for name in same & self.model_fields_set},
+            "max_tokens": self.max_tokens or 1,
             "stop": self.stop_sequences,
         }
         if self.structured_outputs is not None:
@@ -767,11 +785,21 @@ def parse_count(body: dict[str, Any], request_id: str) -> ParsedRequest:
     return _parse(validate(CountTokensBody, body), request_id)
 
 
+def without_effect(body: dict[str, Any]) -> list[str]:
+    """Returns the names of the fields of a parsed body that have no effect because of their values:
+    a thread that is created, and edits that would change another conversation."""
+    edits = (body.get("context_management") or {}).get("edits") or ()
+    are_hints = any(edit["type"] != "clear_thinking_20251015" for edit in edits)
+    is_hint = {"thread": body.get("thread"), "context_management": are_hints}
+    return [name for name, is_true in is_hint.items() if is_true]
+
+
 def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
     if body.thread is not None:
         body.thread.find()
     if body.context_management is not None:
-        body.context_management.check(body.messages)
+        edited = body.context_management.edited(body.messages)
+        body = body.model_copy(update={"messages": edited})
     parsed = parse_chat(body.to_chat(), request_id)
     (request,) = parsed.requests
     thinking = body.thinking.wanted() if body.thinking is not None else None
@@ -781,6 +809,9 @@ def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
     user_id = body.metadata.get("user_id") if isinstance(body.metadata, dict) else None
     session = session_in_user_id(user_id)
     marked = replace(request, prompt=chat, retention=retention, session=session)
+    if isinstance(body, MessagesBody) and body.max_tokens == 0:
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=0)
+        marked = replace(marked, sampling=sampling, may_be_empty=True)
     if (pinned := body.pinned()) is not None:
         begins = parse_chat(pinned.to_chat(), request_id).requests[0].prompt
         messages = begins.messages if isinstance(begins, Conversation) else ()
@@ -794,18 +825,6 @@ def _parse(body: CountTokensBody, request_id: str) -> ParsedRequest:
 def _is_left_out(block: object) -> bool:
     kind = kind_of(block) or ""
     return kind in _LEFT_OUT or (kind.endswith(_SERVER_RESULT) and kind != _SERVER_RESULT[1:])
-
-
-def _leave_out_images(block: object) -> bool:
-    """Replaces the images in a tool's result by a text. Returns whether there were any."""
-    if kind_of(block) != "tool_result" or not isinstance(block, dict):
-        return False
-    content = block.get("content")
-    if not isinstance(content, list) or all(kind_of(part) != "image" for part in content):
-        return False
-    shown = [part for part in content if kind_of(part) != "image"]
-    block["content"] = [*shown, {"type": "text", "text": IMAGE_LEFT_OUT}]
-    return True
 
 
 def _is_marked(part: object) -> bool:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from tandem.api.openai.tools import TOOLS, arguments_of
 from tandem.errors import BadRequest
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
-from tandem.router.request.allowed import REASONING_EFFORTS, refusal
+from tandem.router.request.allowed import refusal
 from tandem.router.request.conversation import Conversation, Message, ToolCall
 
 _CHOICES: Mapping[str, Literal["auto", "none", "required"]] = {
@@ -34,8 +34,6 @@ def parse_chat(chat: pb.Chat) -> Conversation:
         raise BadRequest(
             f"{refusal('tools').message} ({error.errors()[0]['msg']})", param="tools"
         ) from None
-    if chat.HasField("reasoning_effort") and chat.reasoning_effort not in REASONING_EFFORTS:
-        raise refusal("reasoning_effort", chat.reasoning_effort)
     options = chat.chat_template_kwargs
     ends_with_head = not chat.continue_final_message
     if chat.HasField("add_generation_prompt"):

@@ -3,8 +3,8 @@
 A body may be compressed with gzip. Its size is then that of the decompressed bytes, and no more of
 them than the largest body are ever made.
 
-JSON is strict (RFC 8259): NaN, Infinity, invalid UTF-8 and lone surrogates are refused. A byte
-order mark before the JSON is skipped, which RFC 8259 allows.
+JSON is strict (RFC 8259): NaN, Infinity and invalid UTF-8 are refused. A byte order mark before the
+JSON is skipped, which RFC 8259 allows. Half of a surrogate pair becomes U+FFFD.
 """
 
 import asyncio
@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from tandem.api.ollama.errors import is_ollama
 from tandem.common.config.router import RouterConfig
+from tandem.common.surrogates import decode_json
 from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, NotJson, UnknownCoding
 from tandem.net.security.body_budget import Body
 
@@ -69,7 +71,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     try:
         # msgspec checks UTF-8 only in the strings that it decodes, so `decode` checks all bytes
         # first.
-        value = msgspec.json.decode(body.decode("utf-8-sig"))
+        value = decode_json(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body must be UTF-8; byte {error.start} is not") from None
     except msgspec.DecodeError as error:
@@ -116,7 +118,14 @@ class Gunzip:
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises NotJson if the header `Content-Type` names another type than JSON."""
+    """Raises NotJson if the header `Content-Type` names another type than JSON.
+
+    Ollama does not read this header, and the calls in its documentation have curl's default, which
+    is the type of a form. So a call of Ollama's API may have any type, unless it comes from a web
+    page: browsers send `Origin` then, and a foreign page must not call without a CORS preflight.
+    """
+    if is_ollama(request.scope) and "origin" not in request.headers:
+        return
     sent = request.headers.get("content-type", "")
     media_type = sent.partition(";")[0].strip().lower()
     if media_type and media_type != "application/json" and not media_type.endswith("+json"):

@@ -161,11 +161,14 @@ class PublicGuard(RequestGuard):
     ) -> None:
         super().__init__(app, (config.host.lower(), *config.allowed_hosts), access, trail)
         self._on_loopback = is_loopback(config.host)
+        self._has_ollama = config.ollama_api
         self._admin = f"port {config.admin.port} of {config.admin.host}"
 
     def need(self, path: str) -> Need:
         """Returns the kind of API key that a call needs. Raises NotPublic for a path of the admin
         port."""
+        if path == "/" and self._has_ollama:
+            return "nothing"
         if (needed := public_need(path)) is None:
             raise NotPublic(
                 f"{path[:_TEXT_MAX]} is served only on the router's admin port: {self._admin} "

@@ -175,7 +175,8 @@ class EventStream(Response):
         events = await _build([came.delta], partial(self._replies.events, *came))
         if self._before_end is not None and came.delta.total is not None:
             await self._before_end()
-        await self._send(send, events)
+        if events:
+            await self._send(send, events)
 
 
 async def begin_stream(

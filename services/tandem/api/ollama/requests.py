@@ -28,7 +28,6 @@ NAMES = {
 }
 HINT_NAMES = {"thinking": "think", "reasoning_effort": "think"}
 TAG = ":latest"  # the default tag of a model's name
-_EFFORTS = ("low", "medium", "high")
 _ALLOWED = {
     "model": "the name of the served model",
     "messages": 'a list of messages such as {"role": "user", "content": "..."}, which may have '
@@ -38,7 +37,7 @@ _ALLOWED = {
     "images": "a list of images in base64",
     "format": '"json" or a JSON schema',
     "options": 'an object such as {"temperature": 0, "num_predict": 100}',
-    "think": f"true, false, or one of {', '.join(_EFFORTS)}",
+    "think": "true, false, or an effort such as high",
     "raw": "true or false",
     "truncate": "true or false",
     "input": f"a string, or a list of at most {INPUTS_MAX} strings",
@@ -96,9 +95,7 @@ class _Body(Strict):
 class _GenerationBody(_Body):
     stream: bool = Field(True, description=ALLOWED["stream"])
     format: Literal["", "json"] | dict[str, Any] = Field("", description=_ALLOWED["format"])
-    think: bool | Literal["low", "medium", "high"] | None = Field(
-        None, description=_ALLOWED["think"]
-    )
+    think: bool | str | None = Field(None, description=_ALLOWED["think"])
     logprobs: bool = Field(False, description="true or false")
     top_logprobs: int = Field(0, description="an integer from 0 on, and only with logprobs=true")
 

@@ -25,6 +25,25 @@ def text_of_file(file: Mapping[str, Any]) -> str:
     return f"{name}\n{text}" if isinstance(name, str) and name else text
 
 
+def is_text(part: Any) -> bool:
+    """Returns whether a part of a message, in any API, is a file that becomes text."""
+    try:
+        match part:
+            case {"type": "document", "source": {"type": "base64", **source}}:
+                decode_text(str(source.get("data")), str(source.get("media_type")))
+            case {"type": "document", "source": {"type": "text" | "content"}}:
+                pass
+            case {"type": "file", "file": dict(file)}:
+                text_of_file(file)
+            case {"type": "input_file"}:
+                text_of_file(part)
+            case _:
+                return False
+    except PydanticCustomError:
+        return False
+    return True
+
+
 def decode_text(encoded: str, media_type: str) -> str:
     """Returns the text of a file. `encoded` is base64; `media_type` is "" if it is unknown. Raises
     PydanticCustomError if the file is not text in UTF-8."""

@@ -24,7 +24,12 @@ from pydantic_core import PydanticCustomError
 from tandem.api.openai.fields import COMPLETION_POLICY
 from tandem.api.openai.files import text_of_file
 from tandem.api.openai.parsed import ParsedRequest
-from tandem.api.openai.structured import StreamOptions, Strict, StructuredFields
+from tandem.api.openai.structured import (
+    StreamOptions,
+    Strict,
+    StructuredFields,
+    StructuredOutputs,
+)
 from tandem.api.openai.tools import (
     CUSTOM,
     SentToolCall,
@@ -34,6 +39,7 @@ from tandem.api.openai.tools import (
     custom_names,
     drop_tools,
     kind_of,
+    leave_out_media,
 )
 from tandem.common.kv_budget import SINKS_DEFAULT, SINKS_WINDOW, KvBudget
 from tandem.common.retention import PRIORITY_DEFAULT, Retention
@@ -157,7 +163,7 @@ def _read_parts(content: object) -> object:
     a part of another type."""
     if not isinstance(content, list):
         return content
-    content = [_as_text_part(part) for part in content]
+    content = [_as_known_part(part) for part in content]
     for index, part in enumerate(content):
         if (kind := kind_of(part)) is not None and kind not in _PARTS:
             raise PydanticCustomError(
@@ -168,8 +174,10 @@ def _read_parts(content: object) -> object:
     return content
 
 
-def _as_text_part(part: object) -> object:
+def _as_known_part(part: object) -> object:
     match part:
+        case {"type": "image_url", "image_url": str(url)}:  # some clients send no object
+            return {"type": "image_url", "image_url": {"url": url}}
         case {"type": "refusal", "refusal": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "file", "file": dict(file)}:
@@ -207,11 +215,12 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        """Raises an error for a message without content. An assistant's message that has tool calls
-        or reasoning needs no content."""
-        says_more = self.tool_calls or self.thought
-        if self.content is None and not (self.role == "assistant" and says_more):
+        """Raises an error for a message without content. The results of tools need no content, and
+        neither do answers, which may have had only reasoning that the client does not keep."""
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise PydanticCustomError("missing", "the message must have content")
+        if self.content is None and not (self.tool_calls or self.thought):
+            self.content = ""
         parts = self.content if isinstance(self.content, list) else []
         if self.role != "user" and any(isinstance(part, ChatImagePart) for part in parts):
             raise PydanticCustomError(
@@ -243,7 +252,11 @@ class ChatMessage(BaseModel):
 class _Body(StructuredFields, BudgetField, PriorityFields, RetentionFields):
     """Fields that completions and chat completions share."""
 
-    parts = {"stream_options": StreamOptions, "nvext": NvExt}
+    parts = {
+        "stream_options": StreamOptions,
+        "nvext": NvExt,
+        "structured_outputs": StructuredOutputs,
+    }
 
     model: str = Field("", description=ALLOWED["model"])
     temperature: float = Field(1.0, description=ALLOWED["temperature"])
@@ -403,6 +416,9 @@ class ConversationFields(Strict):
             if isinstance(message, dict):
                 if message.pop("annotations", None):
                     dropped.append("messages.annotations")
+                if message.get("role") == "tool":
+                    media = leave_out_media(message, "content", "text")
+                    dropped += [f"messages.{kind}" for kind in media]
                 if message.get("refusal") and message.get("content"):
                     del message["refusal"]
                     dropped.append("messages.refusal")
@@ -415,9 +431,7 @@ class ConversationFields(Strict):
     tools: list[Tool] = Field([], description=ALLOWED["tools"])
     tool_choice: SentToolChoice = Field(ToolChoice(), description=ALLOWED["tool_choice"])
     parallel_tool_calls: bool = Field(True, description=ALLOWED["parallel_tool_calls"])
-    reasoning_effort: Annotated[
-        str | None, BeforeValidator(lambda sent: "xhigh" if sent == "max" else sent)
-    ] = Field(None, description=ALLOWED["reasoning_effort"])
+    reasoning_effort: str | None = Field(None, description=ALLOWED["reasoning_effort"])
     chat_template_kwargs: dict[str, Any] = Field({}, description=ALLOWED["chat_template_kwargs"])
 
     def to_conversation(self) -> Conversation:

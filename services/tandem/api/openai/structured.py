@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tandem.api.openai.fields import CHAT_POLICY, FieldPolicy
+from tandem.api.openai.fields import CHAT_POLICY, FieldPolicy, each
 from tandem.errors import BadRequest
 from tandem.models.grammars.text import Kind, StructuredOutput
 from tandem.router.request.allowed import ALLOWED, refusal
@@ -37,10 +37,15 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, sent: object) -> object:
-        """Null means absent, as in OpenAI's API."""
+        """Null means absent, as in OpenAI's API. JSON does not distinguish 2.0 from the integer 2,
+        and clients whose numbers are all floats send the former."""
         if not isinstance(sent, dict):
             return sent
-        return {name: value for name, value in sent.items() if value is not None}
+        return {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in sent.items()
+            if value is not None
+        }
 
     @classmethod
     def leave_out(cls, body: dict[str, Any]) -> list[str]:
@@ -86,6 +91,16 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
+    """vLLM's options of white space and of its compilers are hints."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    field_policy = FieldPolicy(
+        hints=each(
+            *("disable_any_whitespace", "disable_fallback", "disable_additional_properties"),
+            "whitespace_pattern",
+        )
+    )
+
     json_: _Schema | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None

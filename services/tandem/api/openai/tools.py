@@ -15,6 +15,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from tandem.api.openai.files import is_text
+from tandem.common.surrogates import without_halves
+from tandem.models.grammars.schema import without_nulls
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.conversation import ToolCall
 
@@ -25,8 +28,13 @@ def _wrong(message: str) -> PydanticCustomError:
 
 # type of the tools whose only argument is text, such as a patch
 CUSTOM = "custom"
-# Stands in a tool's output for an image, because a chat has only texts there.
-IMAGE_LEFT_OUT = "(An image was left out here.)"
+# Types of parts that are no text, in all APIs -> what a tool's result has in their place. Files of
+# text become text.
+_MEDIA = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "(An image was left out here.)"),
+    **dict.fromkeys(("document", "file", "input_file"), "(A file was left out here.)"),
+    "browser_state": "",
+}
 _INPUT = "input"  # name of this argument, where such a tool is a function
 
 
@@ -92,6 +100,25 @@ def drop_tools(body: dict[str, Any], kept: Container[str]) -> list[str]:
     ]
 
 
+def leave_out_media(result: dict[str, Any], field: str, text: str) -> list[str]:
+    """Replaces the images and files in a tool's result by a text, because a chat has only texts
+    there. `text` is the type of parts with text. Returns the types of these images and files."""
+    parts = result.get(field)
+    if not isinstance(parts, list):
+        return []
+    kinds = []
+    shown = []
+    for part in parts:
+        kind = kind_of(part)
+        if kind is None or kind not in _MEDIA or is_text(part):
+            shown.append(part)
+        else:
+            kinds.append(kind)
+    notes = filter(None, dict.fromkeys(_MEDIA[kind] for kind in kinds))
+    result[field] = [*shown, *({"type": text, "text": note} for note in notes)]
+    return kinds
+
+
 def kind_of(part: object) -> str | None:
     """Returns the type of a tool, an item or a content part; None if it is not valid."""
     kind = part.get("type") if isinstance(part, dict) else None
@@ -99,8 +126,11 @@ def kind_of(part: object) -> str | None:
 
 
 def _check_tool(tool: object) -> object:
-    """Validates the fields of a tool that Tandem uses. A function does not change, because the chat
-    template gets it as the client sent it. A tool of the type `custom` becomes a function."""
+    """Validates the fields of a tool that Tandem uses. A function changes only where its schema has
+    null, because the chat template gets it as the client sent it. A tool of the type `custom`
+    becomes a function. The type may be left out, as with vLLM and Ollama."""
+    if isinstance(tool, dict) and "type" not in tool and "function" in tool:
+        tool = {"type": "function", **tool}
     if not isinstance(tool, dict) or tool.get("type") not in ("function", CUSTOM):
         raise _wrong('the type of a tool must be "function" or "custom"')
     kind = tool["type"]
@@ -114,9 +144,13 @@ def _check_tool(tool: object) -> object:
     if kind == CUSTOM:
         sent = as_function(function["name"], function.get("description"), function.get("format"))
         return {"type": "function", "function": sent}
-    if not isinstance(function.get("parameters"), dict | None):
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict | None):
         raise _wrong("the parameters of a function must be an object with a JSON schema")
-    return tool
+    if parameters is None:
+        return tool
+    # Chat templates read some keywords of the schema, and fail if one is null.
+    return {**tool, kind: {**function, "parameters": without_nulls(parameters)}}
 
 
 Tool = Annotated[dict[str, Any], BeforeValidator(_check_tool)]
@@ -220,9 +254,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     """Parses the arguments of a tool call. If a model wrote malformed JSON, the result is
     {"arguments": text}, so that the conversation can continue."""
     try:
-        arguments = json.loads(text, strict=False) if text.strip() else {}
-        if "\\ud" in text.lower():  # Half of a surrogate pair is no character.
-            json.dumps(arguments, ensure_ascii=False).encode()
+        arguments = json.loads(without_halves(text), strict=False) if text.strip() else {}
     except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else {"arguments": text}

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from tandem.api.openai.files import text_of_file
-from tandem.api.openai.tools import IMAGE_LEFT_OUT, arguments_of_input, kind_of
+from tandem.api.openai.tools import arguments_of_input, kind_of, leave_out_media
 from tandem.api.responses.tools import ToolName
 
 
@@ -136,7 +136,7 @@ _KINDS = ("message", *_CALLS, *_OUTPUTS, "reasoning")
 _LEFT_OUT = (
     *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
     *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
-    *("tool_search_call", "tool_search_output", "compaction"),
+    *("tool_search_call", "tool_search_output", "program", "program_output", "compaction"),
     *(
         f"{kind}_call{end}"
         for kind in ("computer", "local_shell", "shell", "apply_patch")
@@ -146,19 +146,17 @@ _LEFT_OUT = (
 
 
 def leave_out_items(body: dict[str, Any]) -> list[str]:
-    """Removes the items of tools that OpenAI's servers run, and images in the outputs of tools,
-    from a body. Returns what was removed."""
+    """Removes the items of tools that OpenAI's servers run, and images and files in the outputs of
+    tools, from a body. Returns what was removed."""
     items = body.get("input")
     if not isinstance(items, list):
         return []
     body["input"] = [item for item in items if kind_of(item) not in _LEFT_OUT]
     dropped = [str(kind) for item in items if (kind := kind_of(item)) in _LEFT_OUT]
     for item in body["input"]:
-        if kind_of(item) in _OUTPUTS and isinstance(item.get("output"), list):
-            shown = [part for part in item["output"] if kind_of(part) != "input_image"]
-            if len(shown) < len(item["output"]):
-                item["output"] = [*shown, {"type": "input_text", "text": IMAGE_LEFT_OUT}]
-                dropped.append(f"{item['type']}.input_image")
+        if kind_of(item) in _OUTPUTS:
+            media = leave_out_media(item, "output", "input_text")
+            dropped += [f"{item['type']}.{kind}" for kind in media]
     return dropped
 
 
@@ -172,6 +170,8 @@ def _as_items(sent: object) -> object:
         if not isinstance(item, dict):
             return sent
         kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "agent_message":
+            item, kind = _from_agent(item), "message"
         if isinstance(kind, str) and kind not in _KINDS:
             raise _wrong(
                 "item {index} has the type {kind}, which is not supported",
@@ -180,6 +180,15 @@ def _as_items(sent: object) -> object:
             )
         items.append({**item, "type": kind})
     return items if isinstance(sent, list) else sent
+
+
+def _from_agent(item: dict[str, Any]) -> dict[str, Any]:
+    """Converts a message that another agent of Codex has sent to a user's message. Its text names
+    the sender. Encrypted parts are for OpenAI's servers."""
+    content = item.get("content")
+    if isinstance(content, list):
+        content = [part for part in content if kind_of(part) != "encrypted_content"]
+    return {**item, "role": "user", "content": content}
 
 
 Item = Annotated[

@@ -25,6 +25,7 @@ from tandem.api.responses.tools import (
     ToolChoice,
     chat_tools,
     leave_out_tools,
+    take_additional_tools,
 )
 from tandem.common.retention import PRIORITY_DEFAULT
 from tandem.common.sampling_params import LOGPROBS_MAX
@@ -123,6 +124,7 @@ class ResponsesBody(Strict):
         "nvext": NvExt,
         "text": TextOptions,
         "reasoning": Reasoning,
+        "structured_outputs": StructuredOutputs,
     }
 
     model: str = Field("", description=ALLOWED["model"])
@@ -169,6 +171,7 @@ class ResponsesBody(Strict):
     def leave_out(cls, body: dict[str, Any]) -> list[str]:
         """Removes tools that OpenAI's servers run, and what they did in earlier responses. Raises
         BadRequest if `tool_choice` requires a removed tool."""
+        take_additional_tools(body)
         dropped = [f"tools.{name}" for name in leave_out_tools(body)]
         dropped += [f"input.{kind}" for kind in leave_out_items(body)]
         include = body.get("include")

@@ -170,6 +170,19 @@ def _named(
             yield tool, None
 
 
+def take_additional_tools(body: dict[str, Any]) -> None:
+    """Moves the tools in items of the type `additional_tools` to the tools of the body, because
+    chat templates write all tools before the messages. Codex sends its tools in such an item."""
+    items, tools = body.get("input"), body.get("tools") or []
+    if not (isinstance(items, list) and isinstance(tools, list)):
+        return
+    for item in items:
+        if kind_of(item) == "additional_tools" and isinstance(item.get("tools"), list):
+            tools = [*tools, *(tool for tool in item["tools"] if tool not in tools)]
+    body["tools"] = tools
+    body["input"] = [item for item in items if kind_of(item) != "additional_tools"]
+
+
 def leave_out_tools(body: dict[str, Any]) -> list[str]:
     """Removes the tools that OpenAI's servers run from a body, because Tandem does not run tools.
     Returns what was removed, such as `web_search`. Raises BadRequest if `tool_choice` requires a

@@ -12,6 +12,7 @@ from tandem.api.anthropic.requests import (
     MessagesBody,
     parse_count,
     parse_messages,
+    without_effect,
 )
 from tandem.api.http.errors import JsonResponse
 from tandem.api.http.stream import until_disconnect
@@ -30,7 +31,7 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         body, headers = await routes.read(request, MessagesBody)
         with renamed(NAMES):
             parsed = parse_messages(body, request.state.request_id)
-            warn(headers, WITHOUT_EFFECT, ["thread"] if body.get("thread") else [])
+            warn(headers, WITHOUT_EFFECT, without_effect(body))
             name = parsed.requests[0].model
             replies = MessageReplies(parsed, routes.model(request, name).name_of(name))
             return await routes.answer(
@@ -49,7 +50,7 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         with renamed(NAMES):
             parsed = parse_count(body, request.state.request_id)
             (prepared,) = routes.with_caller(request, parsed.requests)
-            warn(headers, WITHOUT_EFFECT, ["thread"] if body.get("thread") else [])
+            warn(headers, WITHOUT_EFFECT, without_effect(body))
             generator = routes.model(request, prepared.model)
             async with generator.without_workers(prepared.tenant, prepared.limits) as limit_headers:
                 counting = generator.tokenize(prepared)

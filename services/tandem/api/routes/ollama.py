@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from tandem.api.http.errors import JsonResponse
 from tandem.api.http.stream import until_disconnect
@@ -164,6 +164,11 @@ def add_ollama_routes(app: FastAPI, routes: GenerationRoutes) -> None:
             raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
         generator.adapter(name)
         return JsonResponse(shown(generator, generator.model), headers=headers)
+
+    @app.get("/")
+    async def root() -> Response:
+        """Says that the server runs, in Ollama's words. Its clients call this first."""
+        return PlainTextResponse("Ollama is running")
 
     @app.get("/api/version")
     async def version() -> Response:

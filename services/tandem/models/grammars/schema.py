@@ -10,6 +10,10 @@ although they restrict nothing, or nothing that a model would break:
                     pattern becomes `patternProperties`
   pattern           if the compiler cannot read it: removed, or refused where the client asks for a
   patternProperties strict schema
+  minimum, maximum  beyond what the compiler reads, such as the limits of a 64-bit number: removed,
+  and exclusive...  or in a strict schema replaced by the largest bound that it reads
+  null              a keyword that is null counts as absent, and so do values that restrict nothing
+                    (_RESTRICTS_NOTHING)
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,6 +39,21 @@ _COMBINES = frozenset(
 # Keywords that restrict the properties of an object.
 _OF_OBJECTS = frozenset(("properties", "patternProperties", "additionalProperties", "required"))
 _TO_DEFINITIONS = tuple(f"#/{keyword}/" for keyword in _DEFINITIONS)
+# keyword -> a value of it that restricts nothing, where the compiler refuses the keyword
+_RESTRICTS_NOTHING: dict[str, Any] = {
+    "uniqueItems": False,
+    "unevaluatedProperties": True,
+    "unevaluatedItems": True,
+    "dependentRequired": {},
+}
+# Keywords for readers. The descriptions of many tools together would exceed the limit of a grammar.
+_FOR_READERS = ("title", "description", "examples", "$comment")
+# Keywords whose values are data. In two of them null is a value, too.
+_OF_DATA = ("const", "default", "enum", "examples")
+_MAY_BE_NULL = ("const", "default")
+# keyword of a number -> sign of the bounds that almost every number keeps
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+_BOUND_MAX = 1 << 62  # the compiler reads such bounds up to here
 # Patterns that every string matches.
 _NAMES_ANYTHING = (".*", "^.*$", "")
 
@@ -44,9 +63,18 @@ def rewritten(schema: Any, *, is_strict: bool, properties: tuple[str, ...] = ())
     that lead to it. Raises ValueError for an unsupported pattern if `is_strict`."""
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
+    made = {
+        keyword: value
+        for keyword, value in schema.items()
+        if keyword not in _RESTRICTS_NOTHING or value != _RESTRICTS_NOTHING[keyword]
+    }
     if isinstance(made.get("format"), str) and made["format"] not in FORMATS:
         del made["format"]
+    for keyword, sign in _BOUNDS.items():
+        if isinstance(bound := made.get(keyword), int | float) and bound * sign > _BOUND_MAX:
+            made[keyword] = sign * _BOUND_MAX
+            if not is_strict:
+                del made[keyword]
     if isinstance(pattern := made.get("pattern"), str) and (why := regex_error(pattern)):
         if is_strict:
             raise _unsupported("pattern", pattern, why, properties)
@@ -74,6 +102,20 @@ def rewritten(schema: Any, *, is_strict: bool, properties: tuple[str, ...] = ())
     return made
 
 
+def without_nulls(schema: Any) -> Any:
+    """Returns the schema without keywords that are null. Some libraries write null for a keyword
+    that is not set, such as `"required": null`."""
+    if isinstance(schema, list):
+        return [without_nulls(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        keyword: value if keyword in _OF_DATA else without_nulls(value)
+        for keyword, value in schema.items()
+        if value is not None or keyword in _MAY_BE_NULL
+    }
+
+
 def regex_error(pattern: str) -> str:
     """Returns why the compiler cannot read a regular expression; "" if it can."""
     grammar = llguidance.LLMatcher.grammar_from_regex(pattern)
@@ -92,7 +134,8 @@ def reason(error: str) -> str:
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a schema in which an object has only the properties that it lists, unless it says
-    something else. Without this, a model that must call a function may write any property.
+    something else. Without this, a model that must call a function may write any property. Texts
+    for readers are left out.
 
     An object stays open if another schema applies to it as well, because that one may list more
     properties. All stay open if such a schema is a reference into another part of the schema.
@@ -112,7 +155,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _closed(schema: Any, *, may_close: bool, may_close_definitions: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
+    made = {keyword: value for keyword, value in schema.items() if keyword not in _FOR_READERS}
     combines = _COMBINES & made.keys()
     listed = made.get("properties")
 

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import llguidance
 
 from tandem.errors import BadRequest
-from tandem.models.grammars.schema import reason, rewritten
+from tandem.models.grammars.schema import reason, rewritten, without_nulls
 
 # "lark" marks grammars that Tandem writes itself; clients cannot send them.
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
@@ -73,7 +73,8 @@ def grammar_text(wanted: StructuredOutput) -> str:
     # all other kinds, the text is a Lark grammar.
     is_list = wanted.kind in ("json_object", "json_schema", "regex")
     [grammar] = json.loads(form)["grammars"] if is_list else [{"lark_grammar": form}]
-    return json.dumps({"grammars": [{"lark_grammar": wanted.head}, {**grammar, "name": "form"}]})
+    head = _form_text(StructuredOutput(wanted.field, "lark", wanted.head))
+    return json.dumps({"grammars": [{"lark_grammar": head}, {**grammar, "name": "form"}]})
 
 
 def _form_text(wanted: StructuredOutput) -> str:
@@ -111,7 +112,7 @@ def embedded_schema(schema: object, *, is_lenient: bool) -> str:
 
 
 def _json_grammar(schema: object, *, lenient: bool) -> str:
-    checked = rewritten(_checked_schema(schema), is_strict=not lenient)
+    checked = rewritten(without_nulls(_checked_schema(schema)), is_strict=not lenient)
     return llguidance.LLMatcher.grammar_from_json_schema(
         json.dumps(checked),
         overrides={"whitespace_pattern": _WHITESPACE, "lenient": lenient},

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from tandem.common.line_breaks import without_breaks
+from tandem.common.surrogates import decode_json
 from tandem.net.files.store import PIECE_BYTES, FileStore
 from tandem.router.batches.records import LineError
 
@@ -97,8 +98,9 @@ class Validator:
 
 def _parse(data: bytes, endpoint: str) -> InputLine:
     try:
-        # msgspec checks UTF-8 only in the strings that it decodes.
-        line = msgspec.json.decode(data.decode())
+        # msgspec checks UTF-8 only in the strings that it decodes. Some editors write a byte order
+        # mark at the beginning of a file.
+        line = decode_json(data.decode("utf-8-sig"))
     except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
         raise _Fault("invalid_json_line", "the line is not valid JSON") from None
     if not isinstance(line, dict):

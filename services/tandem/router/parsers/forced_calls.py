@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.errors import BadRequest
-from tandem.models.grammars.schema import closed
+from tandem.models.grammars.schema import closed, without_nulls
 from tandem.models.grammars.text import embedded_schema
 from tandem.router.parsers.formats import CallFrame, ReasoningTags, ToolFormat
 from tandem.router.parsers.grammar_rules import GrammarRules, terminals_of
@@ -41,17 +41,30 @@ def write_grammar(
     split_at_added: Callable[[str], Sequence[tuple[str, int | None]]],
     begins_in_reasoning: bool,
     one_call_only: bool,
+    around_content: Sequence[tuple[str, str]] | None = None,
 ) -> str:
     """Returns the grammar, in llguidance's variant of Lark.
 
+    With `around_content`, the answer may have the form that `@form` stands for instead of calls.
     Raises BadRequest for a tool that cannot be called.
     """
     grammar = _CallRules(terminals_of(tool_format, reasoning), split_at_added, frame=frame)
     calls = grammar.calls([tool["function"] for tool in tools], one_call_only=one_call_only)
+    if around_content is not None:
+        calls = f"({calls} | {grammar.form(tool_format, around_content)})"
     thought = ""
     if reasoning is not None:
         thought = grammar.thought(reasoning, is_open=begins_in_reasoning)
     return "\n".join([f"start: {thought} {calls}", *grammar.rules])
+
+
+def without_limits(tool: Mapping[str, Any], frame: CallFrame) -> dict[str, Any]:
+    """Returns a tool for answers that may also be something else than its call. Arguments in JSON
+    may then be any object, so that no schema refuses such an answer."""
+    function = {"name": tool["function"]["name"]}
+    if frame.pair is None:
+        return {"function": {**function, "parameters": {"additionalProperties": True}}}
+    return {"function": {**function, "parameters": tool["function"].get("parameters")}}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,7 +112,7 @@ class _CallRules(GrammarRules):
     def _arguments(self, function: Mapping[str, Any]) -> str:
         name = function["name"]
         is_strict = function.get("strict") is True
-        schema = {"type": "object", **(function.get("parameters") or {})}
+        schema = {"type": "object", **without_nulls(function.get("parameters") or {})}
         if not is_strict:
             schema = closed(schema)
         if schema["type"] != "object":

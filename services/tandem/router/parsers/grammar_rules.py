@@ -32,6 +32,13 @@ class GrammarRules:
         thought = f"{self.up_to(tags.closes)} {self.rule(_SPACE)}?"
         return thought if is_open else f"({self.text(tags.opens)} {thought})?"
 
+    def form(self, tool_format: ToolFormat, around_content: Sequence[tuple[str, str]]) -> str:
+        """Returns the rule of an answer's constrained part, `@form`, with the markup before it."""
+        opens = self.text(tool_format.opens_answer)
+        if around_content:
+            opens = f"({' | '.join(self.text(opens) for opens, _ in around_content)})?"
+        return f"{opens} @form".lstrip()
+
     def up_to(self, end: str, characters: str = _ANY_TEXT) -> str:
         """Returns the rule of free text, followed by the string `end`.
 
@@ -99,11 +106,9 @@ def write_head(
     reasoning nor markup before the constrained part.
     """
     grammar = GrammarRules(terminals_of(tool_format, reasoning), split_at_added)
-    head = [grammar.text(tool_format.opens_answer)]
-    if around_content:
-        head = [f"({' | '.join(grammar.text(opens) for opens, _ in around_content)})?"]
+    head = [grammar.form(tool_format, around_content)]
     if reasoning is not None:
         head.insert(0, grammar.thought(reasoning, is_open=begins_in_reasoning))
-    if not any(head):
+    if head == ["@form"]:
         return ""
-    return "\n".join([f"start: {' '.join(head)} @form", *grammar.rules])
+    return "\n".join([f"start: {' '.join(head)}", *grammar.rules])

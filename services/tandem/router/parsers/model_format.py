@@ -5,15 +5,17 @@ The formats are chosen by the chat template, or by options if they are set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tandem.common.config.answers import AnswerConfig
+from tandem.errors import BadRequest
 from tandem.models.chat_template import ChatTemplate
 from tandem.models.grammars.text import StructuredOutput
 from tandem.models.tokenizer.tokenizer import Tokenizer
-from tandem.router.parsers.forced_calls import write_grammar
+from tandem.router.parsers.forced_calls import without_limits, write_grammar
 from tandem.router.parsers.formats import (
     REASONING_TAGS,
     TOOL_FORMATS,
@@ -202,7 +204,40 @@ class ModelFormat:
         one_call_only: bool,
     ) -> StructuredOutput:
         """Returns the constraint for an answer that must call tools. Raises BadRequest."""
-        grammar = write_grammar(
+        write = self._grammar_of(tools, prompt_token_ids, one_call_only=one_call_only)
+        return StructuredOutput("tools", "lark", write())
+
+    def calls_or(
+        self,
+        wanted: StructuredOutput,
+        tools: Sequence[Mapping[str, Any]],
+        prompt_token_ids: Sequence[int],
+        *,
+        one_call_only: bool,
+    ) -> StructuredOutput:
+        """Returns a constraint that allows reasoning, followed by calls of tools or by what
+        `wanted` allows. There are no calls if they begin as an object does, as those of Llama 3, or
+        cannot be written as a grammar."""
+        if f"{self._frame.opens}{self._frame.before}".startswith("{"):
+            return self.after_reasoning(wanted, prompt_token_ids)
+        loose = [without_limits(tool, self._frame) for tool in tools]
+        write = self._grammar_of(loose, prompt_token_ids, one_call_only=one_call_only)
+        around_content = self._reasoning.around_content if self._reasoning else ()
+        try:
+            head = StructuredOutput("tools", "lark", write(around_content=around_content))
+        except BadRequest:
+            return self.after_reasoning(wanted, prompt_token_ids)
+        return replace(wanted, head=head.source)
+
+    def _grammar_of(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        prompt_token_ids: Sequence[int],
+        *,
+        one_call_only: bool,
+    ) -> Callable[..., str]:
+        return partial(
+            write_grammar,
             tools,
             self._calls,
             self._thought(prompt_token_ids),
@@ -211,7 +246,6 @@ class ModelFormat:
             begins_in_reasoning=self._begins_in_reasoning(prompt_token_ids),
             one_call_only=one_call_only,
         )
-        return StructuredOutput("tools", "lark", grammar)
 
     def after_reasoning(
         self, wanted: StructuredOutput, prompt_token_ids: Sequence[int]

@@ -57,6 +57,8 @@ class ClientRequest:
     # True: the answer's text begins with the prompt, or with the chat's final assistant message
     echo: bool = False
     embed: bool = False  # True: the answer is the hidden state of the prompt's last token
+    # True: max_tokens may be 0, because the client wants only the KV of the prompt in the cache
+    may_be_empty: bool = False
     is_whole: bool = False  # True: the answer is sent only when it is complete
     # True: the tokenizer adds special tokens, such as a bos token, to a text prompt.
     add_special_tokens: bool = True
@@ -98,7 +100,7 @@ class ClientRequest:
                 )
         elif not self.prompt:
             raise refusal("prompt", why="empty")
-        needs_token = not (self.echoes_prompt or self.embed)
+        needs_token = not (self.echoes_prompt or self.embed or self.may_be_empty)
         if needs_token and self.sampling.max_tokens == 0:
             raise refusal("max_tokens", 0)
         if self.kv_budget is not None:

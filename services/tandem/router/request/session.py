@@ -33,13 +33,14 @@ _IN_USER_ID = "_session_"
 def session_of(sent: Callable[[str], Sequence[str]]) -> str:
     """Returns the session that the headers name; "" if they name none.
 
-    `sent` returns all values of the header with the given name. Raises BadRequest for an invalid
-    value.
+    `sent` returns all values of the header with the given name. An empty one counts as absent.
+    Raises BadRequest for an invalid value.
     """
-    named = [(name, value.strip(" \t")) for name in SESSION_HEADERS for value in sent(name)]
+    values = ((name, value.strip(" \t")) for name in SESSION_HEADERS for value in sent(name))
+    named = [(name, value) for name, value in values if value]
     for name, value in named:
         is_printable = value.isascii() and value.isprintable()
-        if not is_printable or not 1 <= len(value) <= _SESSION_CHARACTERS_MAX:
+        if not is_printable or len(value) > _SESSION_CHARACTERS_MAX:
             raise BadRequest(
                 f"the header {name} must have 1 to {_SESSION_CHARACTERS_MAX} printable ASCII "
                 "characters"

@@ -21,8 +21,7 @@ from tandem.errors import BadRequest
         b'{"a": "\xff"}',
         b'{"\xff": 1}',
         b'{"a": "\xed\xa0\x80"}',
-        b'{"a": "\\ud800"}',
-        b'{"a": "\\ud800x"}',
+        b'{"a": "\\ud800',
         b"[]",
         b"5",
         b"null",
@@ -46,6 +45,22 @@ def test_objects_pass() -> None:
     assert parse_object('{"a": ["ü", 1, 1.5, null, "\\ud83d\\ude42"]}'.encode()) == {
         "a": ["ü", 1, 1.5, None, "🙂"]
     }
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        (r"\ud83d", "\ufffd"),
+        (r"cut \ud83d", "cut \ufffd"),
+        (r"\uDE42 x", "\ufffd x"),
+        (r"\ud83d\ud83d\ude42\ude42", "\ufffd🙂\ufffd"),
+        (r"\\ud83d \\\ud83d", "\\ud83d \\\ufffd"),
+        (r"\ud83d\\ude42", "\ufffd\\ude42"),
+    ],
+)
+def test_half_of_a_character_is_replaced(sent: str, text: str) -> None:
+    """Agents in JavaScript send one where they have cut the output of a tool."""
+    assert parse_object(f'{{"a": "{sent}"}}'.encode()) == {"a": text}
 
 
 def test_a_byte_order_mark_is_skipped() -> None:

@@ -140,6 +140,36 @@ def test_wrong_types_name_the_field_and_what_is_allowed(name: str, value: Any) -
     assert ALLOWED[name] in error.message
 
 
+def test_keywords_of_a_tools_schema_that_are_null_are_absent() -> None:
+    """Servers of tools that are written in Go send them, and chat templates fail."""
+    kept = {"default": None, "enum": [None, "x"], "type": ["string", "null"]}
+    for sent, read in (
+        ({"type": "object", "properties": None, "required": None}, {"type": "object"}),
+        ({"properties": {"a": {**kept, "format": None}}}, {"properties": {"a": kept}}),
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": sent}}
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}
+        (request,) = parse_chat(body, "id").requests
+        assert isinstance(request.prompt, Conversation)
+        assert request.prompt.tools[0]["function"]["parameters"] == read
+    bare = {"type": "function", "function": {"name": "f"}}
+    (request,) = parse_chat({**body, "tools": [bare]}, "id").requests
+    assert isinstance(request.prompt, Conversation)
+    assert request.prompt.tools == (bare,)
+
+
+def test_an_image_may_be_the_url_alone() -> None:
+    parts = [
+        {"type": "image_url", "image_url": url}
+        for url in ("data:image/png;base64,AAAA", {"url": "data:image/png;base64,AAAA"})
+    ]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    (request,) = parse_chat(body, "id").requests
+    assert isinstance(request.prompt, Conversation)
+    first, second = request.prompt.images
+    assert first == second
+
+
 @pytest.mark.parametrize(
     "messages",
     [
@@ -152,7 +182,7 @@ def test_wrong_types_name_the_field_and_what_is_allowed(name: str, value: Any) -
         [{"role": "user", "content": None}],
         [{"role": "user", "content": 5}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": "data:"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}],
     ],
 )
 def test_bad_messages(messages: Any) -> None:

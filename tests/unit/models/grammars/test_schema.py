@@ -60,6 +60,21 @@ def of_object(value: Any) -> dict[str, Any]:
         {"type": "object", "propertyNames": {"pattern": "^a"}},
         {"type": "object", "propertyNames": {"enum": ["a", "b"]}},
         {"type": "string", "deprecated": True, "x-order": 1, "examples": [{"format": "q"}]},
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
+        {"type": "object", "unevaluatedProperties": True, "dependentRequired": {}},
+        # zod's float32 and float64, and the integers of 64 bits
+        *(
+            {"type": kind, "minimum": -bound, "maximum": bound}
+            for kind, bound in (
+                *(("number", 3.4028234663852886e38), ("number", 1.7976931348623157e308)),
+                *(("integer", 1 << 63), ("integer", 1e19)),
+            )
+        ),
+        {"type": "integer", "minimum": 0.0, "exclusiveMaximum": (1 << 64) - 1},
+        # libraries that write null for a keyword that is not set
+        {"type": "object", "properties": None, "required": None, "additionalProperties": None},
+        {"type": "string", "enum": None, "minLength": None, "pattern": None, "default": None},
+        {"anyOf": [{"type": "number", "maximum": None}, {"const": None}]},
     ],
     ids=json.dumps,
 )
@@ -83,6 +98,17 @@ def test_data_is_no_schema() -> None:
         "required": ["format"],
     }
     assert rewritten(schema, is_strict=True) == schema
+
+
+def test_a_bound_beyond_the_compilers_counts_where_it_must(compiler: GrammarCompiler) -> None:
+    schema = of_object({"type": "integer", "minimum": 0, "maximum": (1 << 63) - 1})
+    for value, is_strict, allowed in (
+        (1 << 62, True, True),
+        (1 << 64, True, False),
+        (1 << 64, False, True),
+        (-1, False, False),
+    ):
+        assert takes(compiler, schema, {"v": value}, is_strict=is_strict) == allowed
 
 
 def test_names_of_properties_keep_their_meaning(compiler: GrammarCompiler) -> None:

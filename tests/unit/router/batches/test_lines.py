@@ -99,6 +99,7 @@ def test_results_are_json() -> None:
     left = unanswered_line("b", batch_line_id="batch_req_s", code="batch_expired", message="m")
     assert json.loads(left)["error"] == {"code": "batch_expired", "message": "m"}
     assert parse_line(encoded(custom_id="c"), ENDPOINT).custom_id == "c"
+    assert parse_line(b"\xef\xbb\xbf" + encoded(custom_id="c"), ENDPOINT).custom_id == "c"
 
 
 @settings(max_examples=50, deadline=None)

@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 
 from tandem.common.config.answers import AnswerConfig
 from tandem.errors import BadRequest
-from tandem.models.grammars.text import grammar_text
+from tandem.models.grammars.text import SOURCE_BYTES_MAX, StructuredOutput, grammar_text
 from tandem.router.parsers.formats import REASONING_TAGS, TOOL_FORMATS
 from tandem.router.parsers.machine import CallDelta
 from tandem.router.parsers.model_format import ModelFormat
@@ -251,3 +251,78 @@ def test_a_tool_that_cannot_be_forced_is_named(
     with pytest.raises(BadRequest, match=why) as raised:
         setup.answers.forced_calls(tools, [1], one_call_only=False)
     assert raised.value.param == "tools"
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_descriptions_of_many_tools_are_not_too_long(name: str, folder: Path) -> None:
+    text = {"type": "string", "title": "A", "description": "Long. " * 300}
+    place = {"type": "object", "properties": {"title": text}, "description": "Long. " * 300}
+    schema = {"type": "object", "properties": {"description": text, "place": place}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(40)
+    ]
+    assert len(json.dumps(tools)) > SOURCE_BYTES_MAX
+    setup = Setup(folder, name)
+    form = setup.answers.forced_calls(tools, [1], one_call_only=True)
+    assert "Long" not in form.source
+    assert "title" in form.source
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_keyword_that_is_null_is_absent(name: str, strict: bool, folder: Path) -> None:
+    """Servers of tools that are written in Go send such schemas."""
+    inner = {"type": "object", "properties": {"b": {"type": "string"}}, "required": None}
+    schemas = (
+        {"type": "object", "properties": None, "required": None},
+        {"type": "object", "properties": {"a": inner}, "required": ["a"], "$defs": None},
+    )
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "strict": strict, "parameters": schema}}
+        for i, schema in enumerate(schemas)
+    ]
+    Setup(folder, name).matcher(tools, [1], one=True)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_call_or_a_form(name: str, folder: Path) -> None:
+    """With tools and a form, an answer is either calls or has the form, as with OpenAI."""
+    setup = Setup(folder, name)
+    own = {"type": "object", "properties": {"z": {"const": 7}}, "required": ["z"]}
+    wanted = StructuredOutput("response_format", "json_schema", json.dumps(own))
+    form = setup.answers.calls_or(wanted, TOOLS, [1], one_call_only=True)
+    if name.startswith("llama"):  # whose calls are objects, too
+        assert form == setup.answers.after_reasoning(wanted, [1])
+        return
+    text = grammar_text(form)
+    assert setup.compiler.check(text) == ""
+    either = setup.compiler.compile(text)
+    forced = setup.matcher(TOOLS, [1], one=True)
+    calls = (drawn(setup.tokenizer, forced.deep_copy(), seed, []) for seed in range(SEEDS_MAX))
+    ids = next(filter(None, calls))
+    assert either.validate_tokens(ids) == len(ids)
+    alone = setup.compiler.compile(grammar_text(setup.answers.after_reasoning(wanted, [1])))
+    answers = (drawn(setup.tokenizer, alone.deep_copy(), seed, []) for seed in range(SEEDS_MAX))
+    ids = next(filter(None, answers))
+    assert either.validate_tokens(ids) == len(ids)
+
+
+def test_no_schema_of_a_tool_in_json_prevents_the_form(folder: Path) -> None:
+    setup = Setup(folder, "hermes")
+    wanted = StructuredOutput("response_format", "json_object")
+    wrong = {"a": {"type": "no"}, "b": {"$ref": "#/$defs/None"}, "c": 5}
+    schemas: tuple[Any, ...] = (None, {"properties": 5}, {"properties": wrong, "required": ["z"]})
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "strict": True, "parameters": schema}}
+        for i, schema in enumerate(schemas)
+    ]
+    text = grammar_text(setup.answers.calls_or(wanted, tools, [1], one_call_only=False))
+    assert setup.compiler.check(text) == ""
+
+
+def test_a_form_stays_where_calls_cannot_be_written(folder: Path) -> None:
+    setup = Setup(folder, "qwen3_coder")
+    wanted = StructuredOutput("response_format", "json_object")
+    tools = [{"type": "function", "function": {"name": "a b>"}}]
+    form = setup.answers.calls_or(wanted, tools, [1], one_call_only=True)
+    assert form == setup.answers.after_reasoning(wanted, [1])

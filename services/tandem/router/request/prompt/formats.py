@@ -49,12 +49,14 @@ def without_effect(model_format: ModelFormat, request: ClientRequest) -> list[st
         return []
     effort = _known_effort(chat)
     names = model_format.without_effect(chat.template_options, effort, chat.thinking)
-    return names if effort == chat.reasoning_effort else [*names, "reasoning_effort"]
+    is_unknown = effort is None and chat.reasoning_effort is not None
+    return [*names, "reasoning_effort"] if is_unknown else names
 
 
 def _known_effort(chat: Conversation) -> str | None:
     """Returns the reasoning effort; None for a value that no template knows."""
-    return chat.reasoning_effort if chat.reasoning_effort in REASONING_EFFORTS else None
+    effort = "xhigh" if chat.reasoning_effort == "max" else chat.reasoning_effort
+    return effort if effort in REASONING_EFFORTS else None
 
 
 def wanted_form(
@@ -71,7 +73,11 @@ def wanted_form(
     if chat.tool_choice != "required":
         if form is None or chat.continue_final_message:
             return form  # an answer that continues a message has no reasoning
-        return model_format.after_reasoning(form, prompt_token_ids)
+        if not chat.callable_tools or form.field != "response_format":
+            return model_format.after_reasoning(form, prompt_token_ids)
+        return model_format.calls_or(
+            form, chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
+        )
     return model_format.forced_calls(
         chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
     )
