@@ -176,8 +176,11 @@ def take_additional_tools(body: dict[str, Any]) -> None:
     items, tools = body.get("input"), body.get("tools") or []
     if not (isinstance(items, list) and isinstance(tools, list)):
         return
-    for item in items:
-        if kind_of(item) == "additional_tools" and isinstance(item.get("tools"), list):
+    added = [item for item in items if kind_of(item) == "additional_tools"]
+    if not added:
+        return
+    for item in added:
+        if isinstance(item.get("tools"), list):
             tools = [*tools, *(tool for tool in item["tools"] if tool not in tools)]
     body["tools"] = tools
     body["input"] = [item for item in items if kind_of(item) != "additional_tools"]

@@ -153,15 +153,19 @@ class LiteralCall:
         ):
             is_first = self._expects == "first key"
             before = ", " if not is_first else "{" if is_outer else ""
-            added = f'{before}"{self._word}": '
+            added = f'{before}"{self._word.rstrip()}": '
             self._word = ""
             self._key_is_quoted = False
             self._expects = "value"
             return added
         if char == _CLOSES[self._open[-1]] and not (self._word or self._key_is_quoted):
             return self._close("{}" if is_outer and self._expects == "first key" else "}")
-        if char in SPACE or self._key_is_quoted:
-            return "" if char in SPACE else None
+        if char in SPACE:
+            if self._word:  # only the end of the word may follow
+                self._word += char
+            return "" if len(self._word) <= _WORD_CHARACTERS_MAX else None
+        if self._key_is_quoted:
+            return None
         if not self._word and self._begins_quote(char):
             self._is_key = True
             return self._push_in_mark(char)

@@ -108,3 +108,11 @@ def test_strings_and_names_stream() -> None:
     call = LiteralCall(PYTHON)
     assert "".join(map(call.push, "find(q='Par")) == '{"q": "Par'
     assert (call.name, call.is_streaming, call.has_ended) == ("find", True, False)
+
+
+@pytest.mark.parametrize(
+    ("notation", "call"), [(GEMMA, "call:f{{x:{{a{}:1}}}}"), (PYTHON, "f(x={{a{}:1}})")]
+)
+def test_space_ends_a_key_without_quotes(notation: Notation, call: str) -> None:
+    assert read(call.format("  "), notation) == ("f", '{"x": {"a": 1}}')
+    assert is_broken(call.format(" b"), notation)
