@@ -117,7 +117,8 @@ async def test_promised_hits_that_do_not_come_end_the_trust_until_all_is_publish
     publisher.add(blocks, [])
     publisher.start()
     try:
-        await eventually(lambda: publisher.in_step)
+        replica = router.router._index.replica
+        await eventually(lambda: replica.match(blocks, closed=True) == {"decode-0": 25})
         router.script(saying([7], cached_tokens=384))
         predicted = metric(router, "tandem_prefix_tokens_predicted_total")
         found = metric(router, "tandem_prefix_tokens_found_total")
