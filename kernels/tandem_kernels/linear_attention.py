@@ -81,8 +81,8 @@ def delta_gates(
     Gated DeltaNet. `a` and `b` are [T, heads], `a_log` and `dt_bias` are [heads]; the results are
     fp32 [T, heads]. For decays by channel, `a` is [T, heads, d_k], `a_log` [heads, 1], `dt_bias`
     [heads, d_k], and the log decays are [T, heads, d_k]."""
-    log_decay = _decay_rates(a_log) * softplus(a.float() + dt_bias.float())
-    return log_decay, b.float().contiguous().sigmoid()  # contiguous as in norm.py
+    log_decay = _decay_rates(a_log) * _softplus(a.float() + dt_bias.float())
+    return log_decay, b.double().sigmoid().float()
 
 
 def gated_delta_rule(
@@ -195,7 +195,7 @@ def _mamba2_inputs(
     dt_limits: tuple[float, float],
 ) -> _Inputs:
     num_shared = x.shape[1] // b.shape[1]
-    step = softplus(dt.float() + dt_bias.float()).clamp(*dt_limits)
+    step = _softplus(dt.float() + dt_bias.float()).clamp(*dt_limits)
     return _Inputs(
         c.float().repeat_interleave(num_shared, 1),
         b.float().repeat_interleave(num_shared, 1),
@@ -209,6 +209,11 @@ def _decay_rates(a_log: torch.Tensor) -> torch.Tensor:
     """Returns -exp(a_log), fp32. It is computed in fp64, because the bits of an fp32 exp depend on
     the number of heads."""
     return -a_log.double().exp().float()
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    """Returns softplus(x), fp32, computed in fp64 for the same reason."""
+    return softplus(x.double()).float()
 
 
 def _with_skip(y: torch.Tensor, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

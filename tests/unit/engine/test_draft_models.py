@@ -54,6 +54,8 @@ from tests.unit.engine.tiny_runs import prefill_elsewhere, random_prompts, resum
 DRAWN = SamplingParams(temperature=1.0, top_p=0.95, seed=3)
 SETTINGS: dict[str, Any] = {
     "kernels": "native",
+    # The draft model computes with fast numerics, which are invariant only in float32.
+    "dtype": "float32",
     "numerics": "invariant",
     "block_size": 4,
     "num_blocks": 200,

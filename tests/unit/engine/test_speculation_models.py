@@ -136,10 +136,10 @@ def of_every_kind(adapter: Adapter | None) -> list[SequenceSpec]:
 
 NATIVE = {"kernels": "native"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fp32": {**NATIVE, "numerics": "invariant"},
+    "fp32": {**NATIVE, "dtype": "float32", "numerics": "invariant"},
     "bf16": {**NATIVE, "dtype": "bfloat16"},
     "int8": {**NATIVE, "dtype": "bfloat16", "kv_dtype": "int8", "weights": "int8"},
-    "torch": {"kernels": "torch", "numerics": "invariant"},
+    "torch": {"kernels": "torch", "dtype": "float32", "numerics": "invariant"},
 }
 
 

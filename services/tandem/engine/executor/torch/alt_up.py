@@ -12,7 +12,7 @@ from torch.nn.functional import pad, relu
 from tandem.engine.executor.weights.decoder_weights import AltUpWeights, LaurelWeights, Linear
 from tandem.models.config.gemma3n import AltUp
 
-_VECTOR = 16  # largest number of elements that torch computes at once, or a multiple of it
+_VECTOR = 32  # largest number of elements that torch computes at once, or a multiple of it
 _MAGNITUDE_MIN = 1e-5
 
 Project = Callable[[torch.Tensor, tuple[Linear, ...]], torch.Tensor]

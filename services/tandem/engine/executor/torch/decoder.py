@@ -66,7 +66,7 @@ from tandem_kernels.rope import (
 )
 from tandem_kernels.state_pool import Pool, StatePool
 
-_VECTOR = 16  # largest number of elements that torch computes at once, or a multiple of it
+_VECTOR = 32  # largest number of elements that torch computes at once, or a multiple of it
 
 
 class Decoder:

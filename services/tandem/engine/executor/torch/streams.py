@@ -13,7 +13,7 @@ from tandem.engine.executor.weights.decoder_weights import StreamWeights
 from tandem.models.config.deepseek_v4 import Streams
 from tandem_kernels.dispatch import Kernels
 
-_VECTOR = 16  # largest number of elements that torch computes at once, or a multiple of it
+_VECTOR = 32  # largest number of elements that torch computes at once, or a multiple of it
 
 
 class Mixture(NamedTuple):
