@@ -91,9 +91,9 @@ def test_ray_answers_only_with_a_certificate_of_the_cluster(joined: Joined, tmp_
             assert codes[2] in (StatusCode.UNAUTHENTICATED, StatusCode.UNIMPLEMENTED), port
 
 
-def test_nobody_listens_but_those_whom_the_table_names(joined: Joined) -> None:
+def test_only_the_ports_of_the_table_are_open(joined: Joined) -> None:
     table = documented_ports()
-    silent = {port for port, told in table.items() if "nobody listens" in told}
+    silent = {port for port, told in table.items() if "are closed" in told}
     assert len(silent) == 3
     workers = joined.get("/v1/cluster")["workers"]
     told = [w[name] for w in workers for name in ("address", "metrics_address")]
