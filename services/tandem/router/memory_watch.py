@@ -19,6 +19,7 @@ import logging
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ _ABOVE_BYTES_MIN = 256 << 20
 _BEHIND_BYTES = 1 << 30
 _LOADED_BYTES_MAX = 256 << 20  # `rebase` raises the baseline by at most this; tokenizers need less
 _PAGE_BYTES = resource.getpagesize()
+_STATM = "/proc/self/statm"
 
 
 class MemoryWatch:
@@ -69,11 +71,12 @@ class MemoryWatch:
             resource.setrlimit(resource.RLIMIT_DATA, (bound, most))
 
     def _run(self) -> None:
-        pause = threading.Event()
         gives_way = False
+        # The file stays open, because opening it takes longer than reading it.
+        file = os.open(_STATM, os.O_RDONLY)
         while True:
-            pause.wait(_INTERVAL_S)
-            growth = resident_bytes() - self._base_bytes
+            time.sleep(_INTERVAL_S)
+            growth = _numbers_of(file)[1] * _PAGE_BYTES - self._base_bytes
             if growth > self._hard_bytes:
                 log.error(
                     "this process ends now: its memory grew by %d MiB, which is over the "
@@ -98,8 +101,12 @@ def resident_bytes() -> int:
 
 
 def _statm() -> list[int]:
-    file = os.open("/proc/self/statm", os.O_RDONLY)  # several times as fast as a text file
+    file = os.open(_STATM, os.O_RDONLY)  # several times as fast as a text file
     try:
-        return [int(number) for number in os.read(file, 256).split()]
+        return _numbers_of(file)
     finally:
         os.close(file)
+
+
+def _numbers_of(file: int) -> list[int]:
+    return [int(number) for number in os.pread(file, 256, 0).split()]
