@@ -36,7 +36,7 @@ from tandem.router.batches.files import Files
 from tandem.router.batches.gate import Gate
 from tandem.router.batches.runner import BatchRunner, LineAnswer, LineCall
 from tandem.router.batches.shelf import Batches
-from tandem.router.batches.spare import Requests, is_short, may_start
+from tandem.router.batches.spare import OpenLines, is_short, may_start
 from tandem.router.request.generator import Generator
 from tandem.router.request.models import Models
 from tandem.router.workers.cluster_view import ClusterView
@@ -141,10 +141,10 @@ class _LinesOfModel:
         return not self._generator.not_ready_reason()
 
     def is_short(self) -> bool:
-        return is_short(self._view.snapshots(), self._requests())
+        return is_short(self._view.snapshots(), self._open_lines())
 
     def may_start(self) -> bool:
-        return may_start(self._view.snapshots(), self._requests())
+        return may_start(self._view.snapshots(), self._open_lines())
 
     async def wait(self) -> None:
         self._num_aside += 1
@@ -182,11 +182,11 @@ class _LinesOfModel:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _requests(self) -> Requests:
+    def _open_lines(self) -> OpenLines:
         generator = self._generator
         # The models of early lines are not known yet, so they count for every model.
         early = self._num_early()
-        return Requests(
+        return OpenLines(
             num_lines=generator.lines.num_running + early - self._num_aside,
             num_lines_waiting=generator.lines.num_waiting + early,
         )

@@ -77,8 +77,9 @@ _GROWTH_TOKENS = 256
 # that arrives meanwhile waits for it.
 _LINES_STEP_S = 0.02
 _LINES_TOKENS_MIN = 32  # smallest limit of such a step, as steps of fewer tokens are slow for each
-# While other sequences decode, only one step of so many computes prompts of lines and decodes all
-# of them. So lines advance, and the 90th percentile of the others' times between tokens stays.
+# While other sequences are computed, a step computes prompts of lines and decodes all lines only
+# after so many steps without them. So lines advance, and the 90th percentile of the others' times
+# between tokens hardly changes.
 LINES_STEPS_APART = 32
 
 

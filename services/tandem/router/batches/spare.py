@@ -26,31 +26,31 @@ _SLOTS_UNKNOWN = 8  # assumed for a worker that does not report its running slot
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class OpenLines:
     """The open lines of a router."""
 
     num_lines: int = 0
     num_lines_waiting: int = 0  # lines without a first token
 
 
-def may_start(workers: Sequence[WorkerSnapshot], requests: Requests) -> bool:
+def may_start(workers: Sequence[WorkerSnapshot], lines: OpenLines) -> bool:
     """Returns whether a line may start."""
     decode = [w for w in workers if w.usable and w.role == "decode"]
-    num_waiting = sum(w.load.num_waiting for w in decode) - requests.num_lines_waiting
+    num_waiting = sum(w.load.num_waiting for w in decode) - lines.num_lines_waiting
     if not decode or num_waiting > 0:
         return False
     prefill = [w for w in workers if w.usable and w.role == "prefill"] or decode
-    if requests.num_lines_waiting >= UNPLACED_MAX * len(prefill):
+    if lines.num_lines_waiting >= UNPLACED_MAX * len(prefill):
         return False
     return any(w.load.kv_use <= KV_USE_MAX and _num_slots_free(w) > 0 for w in decode)
 
 
-def is_short(workers: Sequence[WorkerSnapshot], requests: Requests) -> bool:
+def is_short(workers: Sequence[WorkerSnapshot], lines: OpenLines) -> bool:
     """Returns whether lines take slots that interactive requests may need, so that one should
     stop."""
     decode = [w for w in workers if w.usable and w.role == "decode"]
     num_free = sum(_num_slots_free(w) for w in decode)
-    return bool(decode) and requests.num_lines > 0 and num_free < 0
+    return bool(decode) and lines.num_lines > 0 and num_free < 0
 
 
 def _num_slots_free(worker: WorkerSnapshot) -> int:
