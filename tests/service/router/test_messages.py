@@ -412,11 +412,14 @@ async def test_the_clients_threads_replay_the_conversation(
     assert prompt.endswith("user\nWhy?<|im_end|>\n<|im_start|>assistant\n")
 
 
-async def test_a_choice_of_texts_is_the_form_of_the_answer(
-    router: RunningRouter, client: AsyncAnthropic
+@pytest.mark.parametrize(
+    "form", [{"choice": ["Rome.", "Paris."]}, {"json": {"enum": ["Rome.", "Paris."]}}]
+)
+async def test_structured_outputs_are_the_form_of_the_answer(
+    router: RunningRouter, client: AsyncAnthropic, form: dict[str, Any]
 ) -> None:
-    says(router, "Rome.")
-    await ask(client, extra_body={"structured_outputs": {"choice": ["Rome.", "Paris."]}})
+    says(router, '"Rome."')
+    await ask(client, extra_body={"structured_outputs": form})
     (submit,) = router.submitted
     assert "Paris." in submit.input.grammar  # type: ignore[attr-defined]
 

@@ -170,9 +170,14 @@ async def test_only_allowed_tools_are_called(router: RunningRouter) -> None:
     assert "get_weather" not in submit.input.grammar  # type: ignore[attr-defined]
 
 
-async def test_a_choice_of_texts_is_the_form_of_the_answer(router: RunningRouter) -> None:
-    says(router, "Rome.")
-    await ask(router, extra_body={"structured_outputs": {"choice": ["Rome.", "Paris."]}})
+@pytest.mark.parametrize(
+    "form", [{"choice": ["Rome.", "Paris."]}, {"json": {"enum": ["Rome.", "Paris."]}}]
+)
+async def test_structured_outputs_are_the_form_of_the_answer(
+    router: RunningRouter, form: dict[str, Any]
+) -> None:
+    says(router, '"Rome."')
+    await ask(router, extra_body={"structured_outputs": form})
     (submit,) = router.submitted
     assert "Paris." in submit.input.grammar  # type: ignore[attr-defined]
 

@@ -337,10 +337,12 @@ async def test_an_answer_is_calls_or_has_the_form(router: RunningRouter) -> None
         assert (choice.message.content == '{"z": 7}') == (reason == "stop")
         (submit,) = router.submitted
         assert "get_weather" in submit.input.grammar
-    says(router, "Rome.")
-    await ask(router, extra_body={"structured_outputs": {"choice": ["Rome."]}})
-    (submit,) = router.submitted
-    assert "get_weather" not in submit.input.grammar
+    for form in ({"choice": ["Rome."]}, {"json": {"const": "Rome."}}):
+        says(router, '"Rome."')
+        await ask(router, extra_body={"structured_outputs": form})
+        (submit,) = router.submitted
+        assert "Rome." in submit.input.grammar
+        assert "get_weather" not in submit.input.grammar
 
 
 async def test_forced_calls_leave_no_text_for_response_format(router: RunningRouter) -> None:

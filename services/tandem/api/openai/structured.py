@@ -20,6 +20,7 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    # names of the fields as clients send them
     supported: ClassVar[frozenset[str]]
     # what happens to fields that the class does not have
     field_policy: ClassVar[FieldPolicy] = CHAT_POLICY
@@ -32,7 +33,7 @@ class Strict(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.supported = frozenset(cls.model_fields)
+        cls.supported = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod

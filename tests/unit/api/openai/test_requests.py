@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
+from tandem.api.anthropic.requests import MessagesBody
 from tandem.api.openai.fields import CHAT_POLICY, COMPLETION_POLICY, FieldPolicy, warn
 from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.replies import Replies
@@ -17,6 +18,7 @@ from tandem.api.openai.requests import (
     parse_chat,
     parse_completion,
 )
+from tandem.api.responses.requests import ResponsesBody
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import ALLOWED, CHOICES_MAX
 from tandem.router.request.conversation import Conversation, Message
@@ -528,3 +530,11 @@ def test_calls_of_earlier_answers(call: dict[str, Any], arguments: dict[str, Any
     assert isinstance(prompt, Conversation)
     (found,) = prompt.messages[1].tool_calls
     assert (found.name, found.arguments) == ("f", arguments)
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
+def test_no_field_of_a_nested_object_is_unknown(kind: type[Any]) -> None:
+    for part, its_kind in kind.parts.items():
+        sent = {field.alias or name: "x" for name, field in its_kind.model_fields.items()}
+        assert drop_unknown_fields(kind, {part: dict(sent)}) == []
+        assert sent.keys() == its_kind.supported
