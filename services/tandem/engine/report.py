@@ -25,11 +25,17 @@ from tandem.engine.types import (
 )
 from tandem.errors import TandemError
 
+# A line of a batch reports this many tokens together. Nobody reads them before the line ends, and
+# each report costs every process up to the router some work.
+_LINE_TOKENS = 32
+
 
 class PendingReport:
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
         self._report = StepReport()
+        # sequence id of a line of a batch -> its tokens that no report has
+        self._held: dict[str, NewTokens] = {}
 
     @property
     def has_events(self) -> bool:
@@ -161,30 +167,43 @@ class PendingReport:
         logprobs: TokenLogprobs | None = None,
     ) -> None:
         """Reports new tokens. If `logprobs` is given, `token_ids` has one token, which `logprobs`
-        describes. The prompt's log probabilities and embedding go with the first token."""
-        self._report.new_tokens.append(
-            NewTokens(
-                sequence_id=sequence.sequence_id,
-                token_ids=token_ids,
-                finish_reason=finish_reason,
-                cached=sequence.cached or NONE_CACHED,
-                num_preemptions=sequence.num_preemptions,
-                logprobs=[] if logprobs is None else [logprobs],
-                prompt_logprobs=sequence.prompt_logprobs,
-                embedding=sequence.embedding,
-                speculated=None if sequence.drafter is None else sequence.drafter.result,
-            )
+        describes. The prompt's log probabilities and embedding go with the first token.
+
+        A line of a batch reports its first two tokens at once, because their times are measured,
+        and the others together.
+        """
+        new = NewTokens(
+            sequence_id=sequence.sequence_id,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            cached=sequence.cached or NONE_CACHED,
+            num_preemptions=sequence.num_preemptions,
+            logprobs=[] if logprobs is None else [logprobs],
+            prompt_logprobs=sequence.prompt_logprobs,
+            embedding=sequence.embedding,
+            speculated=None if sequence.drafter is None else sequence.drafter.result,
         )
         sequence.prompt_logprobs = []
         sequence.embedding = []
+        if sequence.spec.is_batch:
+            if (held := self._held.pop(sequence.sequence_id, None)) is not None:
+                new = _join(held, new)
+            is_early = len(sequence.token_ids) <= len(sequence.spec.token_ids) + 2
+            if not (is_early or finish_reason or len(new.token_ids) >= _LINE_TOKENS):
+                self._held[sequence.sequence_id] = new
+                return
+        self._report.new_tokens.append(new)
 
     def failed(self, sequence: Sequence, error: TandemError) -> None:
         """Reports that the sequence failed with an error."""
+        if (held := self._held.pop(sequence.sequence_id, None)) is not None:
+            self._report.new_tokens.append(held)
         failed = Failed(sequence.sequence_id, error.code, error.message, error.retry_after_s or 0.0)
         self._report.failed.append(failed)
 
     def forget(self, sequence_id: str) -> None:
         """Drops all unreported events of a sequence."""
+        self._held.pop(sequence_id, None)
         report = self._report
         report.new_tokens = [new for new in report.new_tokens if new.sequence_id != sequence_id]
         report.admitted = [a for a in report.admitted if a.sequence_id != sequence_id]
@@ -210,12 +229,17 @@ def _joined(new_tokens: list[NewTokens]) -> list[NewTokens]:
     by_id: dict[str, NewTokens] = {}
     for new in new_tokens:
         if (first := by_id.get(new.sequence_id)) is not None:
-            new = msgspec.structs.replace(
-                first,
-                token_ids=[*first.token_ids, *new.token_ids],
-                finish_reason=new.finish_reason,
-                logprobs=[*first.logprobs, *new.logprobs],
-                speculated=new.speculated,
-            )
+            new = _join(first, new)
         by_id[new.sequence_id] = new
     return new_tokens if len(by_id) == len(new_tokens) else list(by_id.values())
+
+
+def _join(first: NewTokens, then: NewTokens) -> NewTokens:
+    return msgspec.structs.replace(
+        first,
+        token_ids=[*first.token_ids, *then.token_ids],
+        finish_reason=then.finish_reason,
+        num_preemptions=then.num_preemptions,
+        logprobs=[*first.logprobs, *then.logprobs],
+        speculated=then.speculated,
+    )

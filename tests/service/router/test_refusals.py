@@ -161,10 +161,13 @@ OF_COMPLETIONS = [
     Refused("guided_choice", {"guided_choice": []}, None),
     Refused("regex", {"regex": ""}, None),
     Refused("ebnf", {"ebnf": "root ::= ("}, None),
+    Refused("grammar", {"grammar": "root ::= ("}, None),
+    Refused("json_schema", {"json_schema": NO_FORM}, None),
     Refused("structured_outputs", {"structured_outputs": {"regex": "a", "choice": ["b"]}}, None),
     Refused("structured_output", None, {"structured_output": pb.StructuredOutput()}),
     Refused("guided_regex", {"guided_regex": "a", "guided_json": {}}, None),
     Refused("response_format", {"response_format": {"type": "json_schema"}}, None),
+    Refused("response_format", {"response_format": {"type": "text", "schema": {}}}, None),
     Refused("suffix", {"suffix": "a"}, None),
 ]
 OF_CHATS = [

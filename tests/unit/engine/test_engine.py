@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tandem.common.cached_tokens import CachedTokens
@@ -137,6 +138,23 @@ def test_the_context_ends_a_sequence_with_length() -> None:
     outcome = drive_all(engine, make_spec("a", PROMPT, max_tokens=50))
     assert outcome.token_ids["a"] == continuation(PROMPT, 2)
     assert outcome.ends["a"].finish_reason == "length"
+
+
+def test_a_line_of_a_batch_reports_its_tokens_together() -> None:
+    engine, _ = make_engine()
+    line = make_spec("line", PROMPT, max_tokens=40, is_batch=True)
+    engine.add(line)
+    outcome = drive(engine)
+    assert outcome.token_ids["line"] == continuation(PROMPT, 40)
+    news = [new for report in outcome.reports for new in report.new_tokens]
+    assert [len(new.token_ids) for new in news] == [1, 1, 32, 6]
+    engine.add(line)
+    for _ in range(5):
+        engine.step()
+    engine.remove("line")
+    # The tokens that were not reported are lost with the sequence, and it is moved without them.
+    engine.add(msgspec.structs.replace(line, token_ids=PROMPT + continuation(PROMPT, 2)))
+    assert drive(engine).token_ids["line"] == continuation(PROMPT, 40)[2:]
 
 
 def test_a_moved_sequence_goes_on_from_its_made_tokens() -> None:

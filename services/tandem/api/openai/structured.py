@@ -76,18 +76,23 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    # clients of llama.cpp send the schema here, with the type "json_object" or "json_schema"
+    schema_: _Schema | None = Field(None, alias="schema")
 
     def wanted(self) -> StructuredOutput | None:
         """Converts the format to a StructuredOutput. Returns None for plain text. Raises BadRequest
-        if `type` and `json_schema` do not match."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if the fields do not match."""
+        form = self.json_schema
+        if form is None and self.schema_ is not None and self.type != "text":
+            form = JsonSchema(schema=self.schema_)
+        elif self.schema_ is not None or (self.type == "json_schema") != (form is not None):
             raise refusal("response_format")
         if self.type == "text":
             return None
-        if self.json_schema is None:
+        if form is None:
             return StructuredOutput("response_format", "json_object")
-        source = json.dumps(self.json_schema.schema_)
-        lenient = self.json_schema.strict is not True
+        lenient = form.strict is not True
+        source = json.dumps(form.schema_)
         return StructuredOutput("response_format", "json_schema", source, lenient)
 
 
@@ -124,11 +129,13 @@ class StructuredOutputs(Strict):
 
 
 # Top-level fields that request structured output -> kind of output. The fields `guided_...` are
-# vLLM's, the others SGLang's.
+# vLLM's, the next two SGLang's, and the last two llama.cpp's.
 _FORMS = {
     **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
     "regex": "regex",
     "ebnf": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
 }
 
 
@@ -145,6 +152,8 @@ class StructuredFields(Strict):
     guided_grammar: str | None = Field(None, description=ALLOWED["guided_grammar"])
     regex: str | None = Field(None, description=ALLOWED["regex"])
     ebnf: str | None = Field(None, description=ALLOWED["ebnf"])
+    json_schema: dict[str, Any] | str | None = Field(None, description=ALLOWED["json_schema"])
+    grammar: str | None = Field(None, description=ALLOWED["grammar"])
 
     def structured_output(self) -> StructuredOutput | None:
         """Returns the required form of the output, or None if any output is allowed. Raises
@@ -153,7 +162,9 @@ class StructuredFields(Strict):
             field.wanted() for field in (self.response_format, self.structured_outputs) if field
         ]
         for field, name in _FORMS.items():
-            if (value := getattr(self, field)) is not None:
+            value = getattr(self, field)
+            # Clients of llama.cpp send "" if they want no grammar.
+            if value is not None and (field, value) != ("grammar", ""):
                 named.append(_wanted(field, name, value))
         wanted = [form for form in named if form is not None]
         if len(wanted) > 1:

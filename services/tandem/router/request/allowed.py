@@ -65,7 +65,8 @@ ALLOWED = {
     "return_token_strs": "true or false",
     "tokens": "a list of token ids of the vocabulary, at most as many as the context has",
     "response_format": 'an object with the type "text", "json_object" or "json_schema"; the type '
-    '"json_schema" needs the field json_schema, such as {"name": "answer", "schema": {...}}',
+    '"json_schema" needs the field json_schema, such as {"name": "answer", "schema": {...}}, or '
+    "schema",
     "structured_output": "a message with exactly one of its fields set",
     "guided_json": "a JSON schema, as an object or as a string",
     "guided_regex": "a non-empty string",
@@ -73,6 +74,8 @@ ALLOWED = {
     "guided_grammar": "a non-empty string: a grammar in Lark's or GBNF's syntax",
     "regex": "a non-empty string",
     "ebnf": "a non-empty string: a grammar in GBNF's or Lark's syntax",
+    "json_schema": "a JSON schema, as an object or as a string",
+    "grammar": "a grammar in GBNF's or Lark's syntax; an empty string has no effect",
 }
 
 
