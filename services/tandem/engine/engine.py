@@ -20,6 +20,7 @@ flight become free when its step has ended, because pulls and loads do not wait 
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -28,6 +29,7 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.common.perf_model.running_slots import STEP_SHARE
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
+from tandem.common.process.priority import LowPriority
 from tandem.common.speculation import parse_speculation
 from tandem.common.worker_load import WorkerLoad
 from tandem.engine.adapter_slots import AdapterSlots
@@ -161,6 +163,9 @@ class Engine:
         self._peer_blocks = PeerBlocks(
             self._kv, self._pending, self._tiers, lambda: self._scheduler.spare_blocks
         )
+        # The step's other threads and processes would wait for this thread, so it is not for them.
+        has_one_thread = config.num_threads == 1 and config.tensor_parallel == 1
+        self._low_priority = LowPriority() if has_one_thread else nullcontext()
         self._steps = count(1)
         self._ahead: LaunchedStep | None = None
 
@@ -554,7 +559,10 @@ class Engine:
         self._grammars.start(sampler.grammars)
         if scratch := [copy for chunk in schedule.chunks for copy in chunk.scratch]:
             self._runner.copy_blocks(scratch)
-        logits = self._runner.forward(self._batch(schedule), on_kv_written if is_awaited else None)
+        only_lines = all(chunk.sequence.spec.is_batch for chunk in schedule.chunks)
+        with self._low_priority if only_lines else nullcontext():
+            batch = self._batch(schedule)
+            logits = self._runner.forward(batch, on_kv_written if is_awaited else None)
         self._grammars.wait(wait_until)
         sampled = self._sample(sampler, logits)
         if not is_awaited:

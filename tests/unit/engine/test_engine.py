@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import msgspec
 import pytest
 
 from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineConfig
+from tandem.common.process.priority import LowPriority
 from tandem.common.worker_load import WorkerLoad
 from tandem.engine.engine import Engine
 from tandem.engine.types import (
@@ -155,6 +159,27 @@ def test_a_line_of_a_batch_reports_its_tokens_together() -> None:
     # The tokens that were not reported are lost with the sequence, and it is moved without them.
     engine.add(msgspec.structs.replace(line, token_ids=PROMPT + continuation(PROMPT, 2)))
     assert drive(engine).token_ids["line"] == continuation(PROMPT, 40)[2:]
+
+
+def test_a_step_of_lines_only_has_a_lower_priority() -> None:
+    engine, runner = make_engine()
+    priorities: list[int] = []
+    forward = runner.forward
+
+    def watched(*args: Any) -> Any:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, 0))
+        return forward(*args)
+
+    runner.forward = watched  # type: ignore[method-assign]
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with LowPriority():
+        lower = os.getpriority(os.PRIO_PROCESS, 0)
+    engine.add(make_spec("line", PROMPT, max_tokens=2, is_batch=True))
+    drive(engine)
+    assert priorities == [lower, lower]
+    engine.add(make_spec("other", PROMPT, max_tokens=2))
+    drive(engine)
+    assert priorities[2:] == [before, before]
 
 
 def test_a_moved_sequence_goes_on_from_its_made_tokens() -> None:
