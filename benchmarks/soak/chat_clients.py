@@ -43,8 +43,8 @@ class Clients:
         self.ttft_s: list[float] = []
         self.num_open = 0
 
-    async def turn(self, *, may_leave: bool = True, max_tokens: int = 0) -> None:
-        """One turn of a chat that is new, or was idle; 0 tokens: as many as it draws."""
+    async def turn(self, *, may_leave: bool = True) -> None:
+        """One turn of a chat that is new, or was idle."""
         rng, self.num_open = self._rng, self.num_open + 1
         if self._idle and rng.random() < 0.7:
             chat = self._idle.pop(rng.randrange(len(self._idle)))
@@ -52,7 +52,7 @@ class Clients:
             chat = Conversation([{"role": "system", "content": rng.choice(SYSTEMS)}])
         words = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(10, 80)))
         chat.messages.append({"role": "user", "content": f"{next(self._number)}: {words}?"})
-        max_tokens = max_tokens or rng.randrange(16, 65)
+        max_tokens = rng.randrange(16, 65)
         leaves = may_leave and rng.random() < LEAVE_SHARE
         leave_after_s = rng.uniform(0.0, LEAVE_WITHIN_S) if leaves else REQUEST_DEADLINE_S
         api = rng.choice(("http", "grpc"))

@@ -48,6 +48,7 @@ SAMPLE_S = 5.0
 WRITE_S = 60.0
 IDLE_WITHIN_S = 30.0
 CLIENTS = 8
+FILLING_CLIENTS = 32  # more at once end sooner, because a step has more rows
 OPEN_BEFORE = 64  # turns at once before it counts
 OPEN_MAX = 128  # turns at once: a cluster that hangs must not fill this process
 GAUGES = ("num_leases", "num_pulls", "num_running", "num_waiting", "blocks_quarantined")
@@ -125,9 +126,9 @@ class Soak:
 
         async def fill() -> None:
             for _ in left:
-                await clients.turn(may_leave=False, max_tokens=2)
+                await clients.turn(may_leave=False)
 
-        await asyncio.gather(*(fill() for _ in range(CLIENTS)))
+        await asyncio.gather(*(fill() for _ in range(FILLING_CLIENTS)))
         at_once = OPEN_BEFORE if self._options.fill else 0
         await asyncio.gather(*(clients.turn(may_leave=False) for _ in range(at_once)))
         if failures := [what for what in clients.outcomes if not what.endswith(": ended")]:
