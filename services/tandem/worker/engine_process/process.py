@@ -423,7 +423,7 @@ def _telling(address: str) -> Iterator[Callable[[int, int], None]]:
     try:
         yield lambda *loaded: socket.send(msgspec.msgpack.encode(messages.WeightsProgress(*loaded)))
     finally:
-        socket.close(linger=0)
+        socket.close(linger=1000)  # in the background; a small model is loaded before it connects
 
 
 def _report_fatal(address: str, fatal: messages.Fatal) -> None:
