@@ -124,7 +124,7 @@ def test_a_batch_answers_as_requests_do(cluster: LocalCluster, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_each_line_once_whatever_is_killed(cluster: LocalCluster, tmp_path: Path) -> None:
-    num_lines = 200
+    num_lines = 1000
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         batch = start(client, num_lines, tmp_path)
 
@@ -156,7 +156,7 @@ def test_each_line_once_whatever_is_killed(cluster: LocalCluster, tmp_path: Path
             assert before.status == "in_progress"
             kill()
         found = check(client, wait_until(client, batch.id, num_lines + 1), num_lines)
-        for number in range(0, num_lines, 40):
+        for number in range(0, num_lines, 200):
             assert found[f"line-{number}"] == expected(cluster, number)
     cluster.wait_ready()
     cluster.wait_idle(60)
