@@ -234,7 +234,7 @@ class Engine:
 
     def start_local_prefill(self, sequence_id: str) -> None:
         """Starts to compute a WAITING_FOR_REMOTE_KV sequence on this engine. A pull must not have
-        filled any of the sequence's blocks."""
+        filled any of the sequence's blocks. The sequence is not refused as late any more."""
         self._scheduler.start_local(self._sequences.awaiting_all(sequence_id))
 
     def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:

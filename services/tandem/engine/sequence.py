@@ -188,7 +188,9 @@ class Sequence:
     # True once a step has computed tokens since the sequence got its blocks. Its running states are
     # then those of this step, whatever its slot has.
     has_run: bool = False
-    is_begun: bool = False  # True once a step of this engine computes tokens of the sequence
+    # True once a step of this engine computes tokens of the sequence, and once a sequence that decodes
+    # here was RUNNING. From then on the sequence is not refused as late.
+    is_begun: bool = False
     has_waited: bool = False  # True once a step was planned while the sequence was in a queue
     may_load: bool = True  # False: a load has stalled, so nothing is loaded from a tier again
     num_preemptions: int = 0

@@ -6,14 +6,14 @@ engine. This includes sequences that still await their KV from a peer. A sequenc
 slot waits.
 
 An example with an ITL limit of 100 ms: the number of slots is chosen so that a decode step is
-predicted to take 50 ms (`RUNNING_SLOTS_SHARE`). Chunks of prompts may lengthen a step to 75 ms
+predicted to take 65 ms (`RUNNING_SLOTS_SHARE`). Chunks of prompts may lengthen a step to 75 ms
 (`STEP_SHARE`, perf_model/step_time.py). The remaining 25 ms are a reserve for steps that take
-longer than predicted: 99 of 100 steps should be within the limit.
+longer than predicted: the mean ITL of 99 of 100 answers should be within the limit.
 """
 
 from tandem.common.perf_model.rates import DecodeRate
 
-RUNNING_SLOTS_SHARE = 0.5
+RUNNING_SLOTS_SHARE = 0.65
 # A step with prompt chunks is planned to take at most this fraction of the ITL limit.
 STEP_SHARE = 0.75
 _ROUNDING = 1e-9

@@ -96,6 +96,11 @@ class Schedule:
         return StepBatch([chunk.slice for chunk in self.chunks], self.is_ahead)
 
     @property
+    def num_prompts_ended(self) -> int:
+        """Number of prompts whose last token the step computes."""
+        return sum(chunk.samples and not chunk.sequence.in_decode for chunk in self.chunks)
+
+    @property
     def top_k(self) -> int:
         """Number of largest logits of each row that the step's samplings read; 0 if one reads all.
 

@@ -152,6 +152,7 @@ class Scheduler:
         must have its blocks."""
         self.withdraw(sequence)
         sequence.stop_awaiting_kv()
+        sequence.is_begun |= sequence.mode is not Mode.PREFILL_ONLY
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_order)
 
@@ -176,6 +177,7 @@ class Scheduler:
         self.withdraw(sequence)
         self._kv.release(sequence.release_tables(), unsafe_blocks)
         sequence.stop_awaiting_kv()
+        sequence.is_begun = True
         self.enqueue(sequence)
 
     def enter(self, sequence: Sequence) -> None:
@@ -642,8 +644,10 @@ class Scheduler:
         Lines of batches get no tokens in a step with other prompts, and few in other steps.
         """
         tokens_left = self._all_tokens_left(schedule, context)
-        if not sequence.spec.is_batch or not tokens_left:
-            return tokens_left
+        if not tokens_left:
+            return 0
+        if not sequence.spec.is_batch:
+            return tokens_left if self._may_join(schedule, sequence, tokens_left) else 0
         num_taken = schedule.num_line_tokens
         is_apart = self._lines_pause and schedule.work.decode_tokens > 0
         if is_apart or schedule.work.prefill_tokens > num_taken or self._other_starts(schedule):
@@ -652,6 +656,26 @@ class Scheduler:
         token_s = max(1e-9, rate.token_s + context * rate.token_context_s)
         in_time = int((_LINES_STEP_S - rate.step_s) / token_s)
         return max(0, min(tokens_left, max(_LINES_TOKENS_MIN, in_time) - num_taken))
+
+    def _may_join(self, schedule: Schedule, sequence: Sequence, tokens_left: int) -> bool:
+        """Returns whether a prompt should be computed in the same step as those that the step has.
+
+        The first tokens of all prompts come when the step ends, so one more prompt delays those
+        that are complete then. It saves a step for itself and for all prompts that wait. If a step
+        takes 5 ms before its first token, and a prompt takes 150 ms, it is computed apart unless
+        more than 30 prompts wait. On a GPU, short prompts are nearly always computed together.
+        Prompts without a deadline are computed together, too: nobody waits for their first tokens.
+        """
+        num_ended = schedule.num_prompts_ended
+        rate = self._step_time.prefill_rate
+        if not sequence.spec.first_token_by or rate is None:
+            return True
+        if not num_ended or schedule.work.decode_tokens:
+            return True
+        num_missing, context = sequence.missing_span
+        num_tokens = min(tokens_left, num_missing)
+        own_s = rate.seconds(num_tokens, context, num_tokens) - rate.step_s
+        return rate.step_s * (1 + len(self.waiting)) >= num_ended * own_s
 
     def _other_starts(self, schedule: Schedule) -> bool:
         """Returns whether a waiting sequence that is no line of a batch can be admitted now."""

@@ -106,8 +106,10 @@ class DecodeSequences:
         self._send_tokens(sequence, update)
 
     def send_admitted(self, sequence: DecodeSequence) -> None:
-        """Reports to the router that the engine has admitted the sequence."""
-        sequence.stream.push(_update(sequence, is_admitted=True))
+        """Reports to the router, once, that this worker will not refuse the sequence any more."""
+        if not (sequence.is_admission_sent or sequence.num_sent):
+            sequence.is_admission_sent = True
+            sequence.stream.push(_update(sequence, is_admitted=True))
 
     def send_committed(self, sequence: DecodeSequence) -> None:
         """Reports to the router that the prompt's pulled KV is committed.

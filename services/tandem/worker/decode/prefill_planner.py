@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.perf_model.predict import (
+    OWN_SPARE,
     RATES_OFF,
     Holder,
     believed,
@@ -169,13 +170,17 @@ class PrefillPlanner:
         """Predicts by how many seconds a locally computed first token would miss its deadline.
 
         A result of 0 or less means that the token is in time. The result is also 0 if the request
-        has no deadline, if the local queue is empty, or if no prefill was measured yet.
+        has no deadline, if this worker has nothing else to do, or if no prefill was measured yet.
         """
         local = self._local_worker((), cached_tokens)
-        if not spec.first_token_by or not local.queue_s or not local.rates.measured:
+        is_idle = not local.queue_s and not local.num_running
+        if not spec.first_token_by or is_idle or not local.rates.measured:
             return 0.0
+        # The queue may be shorter than predicted. The own prompt comes next, so its time is known
+        # better.
         own_s = prefill_seconds(local.rates, len(spec.token_ids), cached_tokens)
-        return (local.queue_s + own_s) / RATES_OFF - (spec.first_token_by - time.monotonic())
+        expected_s = local.queue_s / RATES_OFF + OWN_SPARE * own_s
+        return expected_s - (spec.first_token_by - time.monotonic())
 
     def local_prefill_seconds(self, num_tokens: int, cached_tokens: int) -> float:
         """Predicts the seconds to compute a prompt locally with an empty queue."""

@@ -189,6 +189,7 @@ class PromptPrefill:
         if sequence.is_over:
             return
         sequence.to(SequenceState.RUNNING)
+        self._sequences.send_admitted(sequence)
         self._link.send(messages.ContinuePrefill(sequence.sequence_id, num_blocks))
 
     def _prefill_locally(self, sequence: DecodeSequence, reserved: Reserved) -> None:
@@ -211,6 +212,7 @@ class PromptPrefill:
         )
         if sequence.prefix is None:
             sequence.to(SequenceState.RUNNING)
+            self._sequences.send_admitted(sequence)
             self._link.send(messages.StartLocalPrefill(sequence.sequence_id))
             if not local.is_batch:
                 local_s = self._planner.local_prefill_seconds(
@@ -273,6 +275,7 @@ class PromptPrefill:
                         prefix_holders=self._holders(sequence, first_missing),
                         trace=sequence.span.headers,
                         is_silent=partial(self._planner.is_silent, lease.peer.worker_id),
+                        on_begun=partial(self._sequences.send_admitted, sequence),
                         on_first_token=on_first_token,
                     )
         except TimeoutError as error:

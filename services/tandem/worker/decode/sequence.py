@@ -102,6 +102,7 @@ class DecodeSequence:
     state: SequenceState = SequenceState.QUEUED
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
+    is_admission_sent: bool = False  # True once the router knows that the request is not refused
     # part of the time before admission in which the sequence waited for blocks that other requests
     # computed or pulled, in seconds
     shared_wait_s: float = 0.0

@@ -120,9 +120,11 @@ class DecodeService:
         """
         step = report.step
         self.planner.take_load(load, report.num_commands)
+        reserved_ids = {reserved.sequence_id for reserved in step.reserved}
         for admitted in step.admitted:
             if (sequence := self._sequences.get(admitted.sequence_id)) is not None:
-                if not (sequence.admitted_at or sequence.num_sent):
+                # The prefill worker may still refuse a prompt with a deadline.
+                if not (sequence.spec.first_token_by and sequence.sequence_id in reserved_ids):
                     self._sequences.send_admitted(sequence)
                 sequence.admitted_at = sequence.admitted_at or admitted.at
                 sequence.shared_wait_s = admitted.shared_wait_s

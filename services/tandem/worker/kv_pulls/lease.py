@@ -100,6 +100,7 @@ class ConsumerLease:
         # Empty unless the KV budget keeps heavy hitters.
         self.block_sums: list[float] = []
         self.pulled_anything = False
+        self._on_begun: Callable[[], None] = lambda: None
 
     async def run(
         self,
@@ -111,13 +112,15 @@ class ConsumerLease:
         prefix_holders: Sequence[pb.PrefixHolder] = (),
         trace: Mapping[str, str] | None = None,
         is_silent: Callable[[], bool] = lambda: False,
+        on_begun: Callable[[], None] = lambda: None,
         on_first_token: Callable[[pb.Prefilled, PullStats], None],
     ) -> int:
         """Makes the peer prefill the prompt and pulls every missing block into `targets`.
 
         `targets` has the ids of the local blocks to fill, in the transfer order (docs/transfer.md).
         `trace` has the headers of the request's trace span. `is_silent` returns whether the
-        producer's record in Redis is overdue. Returns the id of the first token. Raises
+        producer's record in Redis is overdue. `on_begun` is called for each run of blocks that the
+        peer has computed, from the first on, which the peer cannot refuse any more. Returns the id of the first token. Raises
         TandemError.
         """
         # The lease id contains the request id, so that the producer logs the request id, too.
@@ -156,6 +159,7 @@ class ConsumerLease:
             first_token_id = int(event.prefilled.first_token_id)
             on_first_token(event.prefilled, self.stats)
 
+        self._on_begun = on_begun
         self._pull_into(spec.sequence_id, first_missing_block, targets)
         await self._follow(pb.PrefillCommand(start=start), on_event, is_silent)
         return first_token_id
@@ -263,6 +267,7 @@ class ConsumerLease:
             )
         self._next_block += len(run.block_ids)
         self.pulled_anything = True
+        self._on_begun()
 
     async def _pull(self, stream: LeaseStream, run: pb.BlockRun) -> None:
         await self._may_pull.wait()

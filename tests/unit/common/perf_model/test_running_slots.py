@@ -18,7 +18,7 @@ def test_without_a_limit_or_a_measurement_all_have_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("itl_limit_s", "expected"), [(1.0, 64), (0.1, 20), (0.03, 2), (0.01, 1), (1e-9, 1)]
+    ("itl_limit_s", "expected"), [(1.0, 64), (0.1, 27), (0.03, 4), (0.01, 1), (1e-9, 1)]
 )
 def test_running_slots_are_what_a_decode_step_has_time_for(
     itl_limit_s: float, expected: int

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+
+import pytest
 
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
 from tandem.engine.adapter_slots import AdapterSlots
@@ -45,12 +48,25 @@ class Bench:
         self.sequences: list[Sequence] = []
 
     def add(
-        self, name: str, num_tokens: int, mode: Mode = Mode.LOCAL, *, is_batch: bool = False
+        self,
+        name: str,
+        num_tokens: int,
+        mode: Mode = Mode.LOCAL,
+        *,
+        is_batch: bool = False,
+        first_token_by: float = 0.0,
     ) -> Sequence:
         salt = name.encode()
         tokens = list(range(num_tokens))
         sequence = Sequence.from_spec(
-            make_spec(name, tokens, mode=mode, cache_salt=salt, is_batch=is_batch),
+            make_spec(
+                name,
+                tokens,
+                mode=mode,
+                cache_salt=salt,
+                is_batch=is_batch,
+                first_token_by=first_token_by,
+            ),
             arrival=len(self.sequences),
             block_size=4,
             chain_root=name.encode().ljust(16),
@@ -80,6 +96,28 @@ def test_decode_comes_first_and_prefill_takes_what_is_left_in_order() -> None:
     assert bench.step() == [("a", 1), ("b", 15)]
     assert bench.step() == [("a", 1), ("b", 5), ("c", 10)]
     assert bench.step() == [("a", 1), ("b", 1), ("c", 1)]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "by", "planned"),
+    [
+        (0.005, math.inf, [("a", 20)]),  # b would delay a by 20 ms
+        (0.005, 0.0, [("a", 20), ("b", 20), ("c", 20)]),  # nobody waits for the first tokens
+        (0.050, math.inf, [("a", 20), ("b", 20), ("c", 20)]),  # a step is dear, as on a GPU
+    ],
+)
+def test_prompts_with_deadlines_share_a_step_only_if_that_is_sooner(
+    step_s: float, by: float, planned: list[tuple[str, int]]
+) -> None:
+    bench = Bench(tokens=100)
+    for tokens in (10, 20, 40, 80):
+        for _ in range(20):
+            work = StepWork(prefill_tokens=tokens)
+            bench.step_time.observe(work, step_s + tokens * 0.001)
+    for name in "abc":
+        bench.add(name, 20, first_token_by=by)
+    assert bench.step() == planned
+    assert "b" in [name for name, _ in bench.step()]
 
 
 def test_a_step_has_at_most_max_num_seqs() -> None:
@@ -194,7 +232,7 @@ def test_has_no_work_while_the_oldest_cannot_be_admitted() -> None:
 
 def test_sequences_wait_for_a_running_slot_and_those_for_a_peer_need_none() -> None:
     bench = Bench(itl_limit_s=0.1)
-    bench.step_time.observe(StepWork(decode_tokens=2), 48e-3)
+    bench.step_time.observe(StepWork(decode_tokens=2), 62.4e-3)
     assert bench.scheduler.num_running_slots == 2
     a = bench.add("a", 2)
     pulls = bench.add("pulls", 8, Mode.WAITING_FOR_REMOTE_KV)
