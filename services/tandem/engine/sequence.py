@@ -188,8 +188,8 @@ class Sequence:
     # True once a step has computed tokens since the sequence got its blocks. Its running states are
     # then those of this step, whatever its slot has.
     has_run: bool = False
-    # True once a step of this engine computes tokens of the sequence, and once a sequence that decodes
-    # here was RUNNING. From then on the sequence is not refused as late.
+    # True once a step of this engine computes tokens of the sequence, and once a sequence that
+    # decodes here was RUNNING. From then on the sequence is not refused as late.
     is_begun: bool = False
     has_waited: bool = False  # True once a step was planned while the sequence was in a queue
     may_load: bool = True  # False: a load has stalled, so nothing is loaded from a tier again

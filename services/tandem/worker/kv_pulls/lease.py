@@ -120,8 +120,8 @@ class ConsumerLease:
         `targets` has the ids of the local blocks to fill, in the transfer order (docs/transfer.md).
         `trace` has the headers of the request's trace span. `is_silent` returns whether the
         producer's record in Redis is overdue. `on_begun` is called for each run of blocks that the
-        peer has computed, from the first on, which the peer cannot refuse any more. Returns the id of the first token. Raises
-        TandemError.
+        peer has computed. From the first one on, the peer does not refuse the prompt. Returns the
+        id of the first token. Raises TandemError.
         """
         # The lease id contains the request id, so that the producer logs the request id, too.
         self._lease_id = f"{request_id}#{self._lease_id}"
