@@ -61,7 +61,7 @@ class Options:
 
 def main(options: Options = Options()) -> int:
     report, seconds = Report(options.output), options.seconds
-    pools = ("--prefill", str(options.prefill), "--decode", str(options.decode))
+    pools: tuple[str, ...] = ("--prefill", str(options.prefill), "--decode", str(options.decode))
     pools += ("--num-blocks", "4000")
     with up(*pools, "--ttft-limit", "0") as cluster:
         result = asyncio.run(measure_capacity(cluster.url, seconds / 2))
