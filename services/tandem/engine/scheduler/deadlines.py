@@ -37,6 +37,10 @@ class Deadlines:
         self._has_rates = has_rates
         self.clock = clock
 
+    def rates(self) -> WorkerRates | None:
+        """Returns the rates with which deadlines are checked; None before they were measured."""
+        return self._rates()
+
     def queued_s(self, sequences: Iterable[Sequence]) -> float | None:
         """Predicts the seconds until all missing prompt tokens of these sequences are computed.
         Returns None if no rates are measured."""

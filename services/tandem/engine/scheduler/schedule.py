@@ -88,6 +88,8 @@ class Schedule:
     # number of tokens whose logits are needed for log probabilities of prompts
     num_prompt_logits: int = 0
     num_line_tokens: int = 0  # prompt tokens of batches' lines
+    # True: a prompt was left to the next step, and younger ones must not pass it.
+    is_closed: bool = False
 
     is_ahead: bool = False  # True: planned before the tokens of the step before are known
 
@@ -96,9 +98,9 @@ class Schedule:
         return StepBatch([chunk.slice for chunk in self.chunks], self.is_ahead)
 
     @property
-    def num_prompts_ended(self) -> int:
-        """Number of prompts whose last token the step computes."""
-        return sum(chunk.samples and not chunk.sequence.in_decode for chunk in self.chunks)
+    def num_prompts(self) -> int:
+        """Number of prompts of which the step computes tokens."""
+        return sum(not chunk.sequence.in_decode for chunk in self.chunks)
 
     @property
     def top_k(self) -> int:

@@ -660,22 +660,26 @@ class Scheduler:
     def _may_join(self, schedule: Schedule, sequence: Sequence, tokens_left: int) -> bool:
         """Returns whether a prompt should be computed in the same step as those that the step has.
 
-        The first tokens of all prompts come when the step ends, so one more prompt delays those
-        that are complete then. It saves a step for itself and for all prompts that wait. If a step
-        takes 5 ms before its first token, and a prompt takes 150 ms, it is computed apart unless
-        more than 30 prompts wait. On a GPU, short prompts are nearly always computed together.
+        A step with one more prompt takes longer, which delays the prompts that it has already. It
+        saves a step for the new prompt and for all prompts that wait. If a step takes 5 ms before
+        its first token, and a prompt takes 150 ms, it is computed apart unless about 30 prompts
+        wait. On a GPU, short prompts are nearly always computed together.
         Prompts without a deadline are computed together, too: nobody waits for their first tokens.
         """
-        num_ended = schedule.num_prompts_ended
-        rate = self._step_time.prefill_rate
-        if not sequence.spec.first_token_by or rate is None:
+        if not sequence.spec.first_token_by:
             return True
-        if not num_ended or schedule.work.decode_tokens:
+        if schedule.is_closed:
+            return False
+        num_prompts = schedule.num_prompts
+        rates = self.deadlines.rates() if num_prompts and not schedule.work.decode_tokens else None
+        if rates is None:
             return True
+        rate = rates.prefill
         num_missing, context = sequence.missing_span
         num_tokens = min(tokens_left, num_missing)
         own_s = rate.seconds(num_tokens, context, num_tokens) - rate.step_s
-        return rate.step_s * (1 + len(self.waiting)) >= num_ended * own_s
+        schedule.is_closed = rate.step_s * (1 + len(self.waiting)) < num_prompts * own_s
+        return not schedule.is_closed
 
     def _other_starts(self, schedule: Schedule) -> bool:
         """Returns whether a waiting sequence that is no line of a batch can be admitted now."""

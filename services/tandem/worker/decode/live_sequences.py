@@ -106,9 +106,11 @@ class DecodeSequences:
         self._send_tokens(sequence, update)
 
     def send_admitted(self, sequence: DecodeSequence) -> None:
-        """Reports to the router, once, that this worker will not refuse the sequence any more."""
+        """Reports to the router, once, that the sequence is not refused as late any more. So its
+        deadline does not count any more either, for example after a failed lease."""
         if not (sequence.is_admission_sent or sequence.num_sent):
             sequence.is_admission_sent = True
+            sequence.spec = msgspec.structs.replace(sequence.spec, first_token_by=0.0)
             sequence.stream.push(_update(sequence, is_admitted=True))
 
     def send_committed(self, sequence: DecodeSequence) -> None:

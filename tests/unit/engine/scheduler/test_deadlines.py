@@ -68,12 +68,14 @@ def test_an_idle_engine_refuses_nothing() -> None:
 
 def test_what_a_peer_computed_in_time_is_not_refused_later() -> None:
     """The client has its first token, so the deadline says nothing about the rest."""
-    engine, _ = make_engine(num_blocks=400)
+    engine, _ = make_engine(num_blocks=400, max_num_seqs=1)
     now = 0.0
     deadlines = engine._scheduler.deadlines
     deadlines.clock, deadlines._rates = (lambda: now), (lambda: RATES)
     mode = Mode.WAITING_FOR_REMOTE_KV
+    engine.add(make_spec("first", prompt(0), max_tokens=1))
     engine.add(make_spec("a", prompt(1), mode=mode, max_tokens=3, first_token_by=5.0))
+    engine.step()  # "a" waits for a running slot
     engine.step()
     now = 6.0
     engine.commit("a", 7)
@@ -84,20 +86,20 @@ def test_what_a_peer_computed_in_time_is_not_refused_later() -> None:
 
 def test_what_was_to_be_computed_here_is_not_refused_later() -> None:
     """The router then knows that the request is admitted."""
-    engine, _ = make_engine(num_blocks=400, max_tokens_per_step=40)
+    engine, _ = make_engine(num_blocks=400, max_num_seqs=1)
     now = 0.0
     deadlines = engine._scheduler.deadlines
     deadlines.clock, deadlines._rates = (lambda: now), (lambda: RATES)
     mode = Mode.WAITING_FOR_REMOTE_KV
-    engine.add(make_spec("a", prompt(1), max_tokens=1))
-    engine.add(make_spec("b", prompt(2), mode=mode, max_tokens=1, first_token_by=5.0))
+    engine.add(make_spec("first", prompt(0), max_tokens=1))
+    engine.add(make_spec("a", prompt(1), mode=mode, max_tokens=1, first_token_by=5.0))
+    engine.step()  # "a" waits for a running slot
     engine.step()
-    engine.add(make_spec("c", prompt(3), max_tokens=1))
-    engine.start_local_prefill("b")
+    engine.start_local_prefill("a")
     now = 6.0
-    reports = [engine.step() for _ in range(3)]
-    assert not any(report.failed for report in reports)
-    assert {new.sequence_id for report in reports for new in report.new_tokens} >= {"b", "c"}
+    report = engine.step()
+    assert not report.failed
+    assert [new.sequence_id for new in report.new_tokens] == ["a"]
 
 
 def test_a_queue_is_priced_with_what_precedes_its_tokens() -> None:
